@@ -1,0 +1,35 @@
+"""Every error that thinwire raises on purpose, one class a failure."""
+
+from __future__ import annotations
+
+
+class ThinwireError(Exception):
+    """Base of all errors of thinwire."""
+
+
+class MessageError(ThinwireError):
+    """A message from another rank cannot be decoded; says which field is wrong."""
+
+
+class MessageTruncated(MessageError):
+    """The buffer ends before the header or before the payload that the header promises."""
+
+
+class MessageVersion(MessageError):
+    """The message was written by another version of the format."""
+
+
+class MessageCoding(MessageError):
+    """The header names an index or value coding that does not exist, or not in this place."""
+
+
+class MessageCount(MessageError):
+    """More entries than elements, or a number of entries that the payload does not hold."""
+
+
+class MessageIndex(MessageError):
+    """An index, or a sum of gaps, points past the last element."""
+
+
+class MessageLength(MessageError):
+    """The payload length in the header disagrees with the entries it must hold."""

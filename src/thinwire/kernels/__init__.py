@@ -1,0 +1,1 @@
+"""The hot loops: `reference` (plain torch, the oracle) and `cpu` (Numba, compiled on first use, cached on disk)."""
