@@ -33,3 +33,23 @@ class MessageIndex(MessageError):
 
 class MessageLength(MessageError):
     """The payload length in the header disagrees with the entries it must hold."""
+
+
+class CodecTextError(ThinwireError, ValueError):
+    """A text that names no codec, or one with arguments that it does not take; quotes the text."""
+
+
+class AttachError(ThinwireError):
+    """`attach` refuses: the module, the options or the ranks do not fit; nothing was changed."""
+
+
+class ExchangeError(ThinwireError):
+    """An exchange failed: names group, step, collective and rank. The wire is closed after it."""
+
+
+class WireClosed(ExchangeError):
+    """The wire was closed, by an earlier error, an interrupt or `close()`; it issues no further collective."""
+
+
+class StateError(ThinwireError):
+    """A saved state does not fit this job; names the first difference. Nothing was loaded."""

@@ -1,0 +1,87 @@
+"""Every codec by its name, and the text form: `"topk(density=0.01)"` for config files and command lines.
+
+Adding a codec is one file and one line in `CODECS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+
+from ..errors import CodecTextError
+from .base import Codec
+from .cast import Cast
+from .dense import Dense
+from .topk import TopK
+
+CODECS: dict[str, type[Codec]] = {
+    "dense": Dense,
+    "cast": Cast,
+    "topk": TopK,
+}
+
+
+def register(name: str, codec: type[Codec]) -> None:
+    """Make a codec of your own known by name, so that texts, plans and checkpoints can speak of it."""
+    if not name.isidentifier():
+        raise ValueError(f"the name of a codec must be an identifier, not {name!r}")
+    if CODECS.get(name, codec) is not codec:
+        raise ValueError(f"the name {name!r} is taken by {CODECS[name].__name__}")
+    CODECS[name] = codec
+
+
+def name_of(codec: Codec) -> str:
+    for name, kind in CODECS.items():
+        if type(codec) is kind:
+            return name
+    raise CodecTextError(
+        f"{type(codec).__name__} is not registered: thinwire.register({type(codec).__name__.lower()!r}, "
+        f"{type(codec).__name__}) gives it a name for logs, plans and checkpoints"
+    )
+
+
+def to_text(codec: Codec) -> str:
+    """The text that `parse` turns back into an equal codec; arguments at their defaults are left out."""
+    parts = [
+        f"{field.name}={getattr(codec, field.name)!r}"
+        for field in dataclasses.fields(codec)
+        if getattr(codec, field.name) != field.default
+    ]
+    return f"{name_of(codec)}({', '.join(parts)})" if parts else name_of(codec)
+
+
+def parse(text: str) -> Codec:
+    """`"topk(density=0.01)"` -> `TopK(density=0.01)`. Values are Python literals; nothing in the text is executed."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise CodecTextError(
+            f"{text!r} is not a codec: expected a name with arguments, as in 'topk(density=0.01)'"
+        ) from error
+    call = ast.Call(tree, [], []) if isinstance(tree, ast.Name) else tree
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+        raise CodecTextError(f"{text!r} is not a codec: expected a name with arguments, as in 'topk(density=0.01)'")
+    kind = CODECS.get(call.func.id)
+    if kind is None:
+        close = difflib.get_close_matches(call.func.id, CODECS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise CodecTextError(f"{text!r}: there is no codec {call.func.id!r}; {hint}known: {', '.join(sorted(CODECS))}")
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
+    arguments: dict[str, object] = {}
+    if len(call.args) > len(names):
+        raise CodecTextError(f"{text!r}: {call.func.id} takes at most {len(names)} arguments: {', '.join(names)}")
+    for name, value in [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]:
+        if name not in names:
+            allowed = ", ".join(names) or "none"
+            raise CodecTextError(f"{text!r}: {call.func.id} has no argument {name!r}; it has: {allowed}")
+        if name in arguments:
+            raise CodecTextError(f"{text!r}: argument {name!r} is given twice")
+        try:
+            arguments[name] = ast.literal_eval(value)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+            raise CodecTextError(f"{text!r}: the value of {name!r} is not a number, a text or a truth value") from error
+    try:
+        return kind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise CodecTextError(f"{text!r}: {error}") from error

@@ -1,0 +1,113 @@
+"""What all sparsifiers with gathered messages share: taking, rounding, packing, and what did not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import messages
+from ..messages import ValueCoding
+from .base import CodecState, Estimate, GatheredCodec, GroupInfo, Message
+
+VALUE_CODINGS = {"fp32": ValueCoding.FP32, "fp16": ValueCoding.FP16, "bf16": ValueCoding.BF16}
+
+
+def cut_runs(packed: messages.Packed, entries: int) -> list[tuple[int, int]]:
+    """The positions in the list of entries that did not fit, as runs."""
+    start, stop = packed.cut_start, packed.cut_stop
+    if start <= stop:
+        return [(start, stop)] if start < stop else []
+    return [(start, entries), (0, stop)]
+
+
+@dataclass
+class SparseState(CodecState):
+    """Scratch of a sparsifier: room for the entries of one message."""
+
+    values: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    sent: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+
+    def room(self, entries: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        if entries > self.values.size:
+            self.values = np.empty(entries + entries // 4, np.float32)
+            self.sent = np.empty_like(self.values)
+        return self.values[:entries], self.sent[:entries]
+
+
+@dataclass(frozen=True)
+class SparseCodec(GatheredCodec):
+    """A codec that sends chosen elements: subclasses write `select`, and `entries` for the estimate."""
+
+    density: float = 0.01
+    values: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.density <= 1.0:
+            raise ValueError(f"density must be above 0 and at most 1, not {self.density!r}")
+        if self.values not in VALUE_CODINGS:
+            raise ValueError(f"values must be one of {', '.join(VALUE_CODINGS)}, not {self.values!r}")
+
+    def start(self, group: GroupInfo, rank: int, world: int) -> SparseState:
+        return SparseState(group, rank, world)
+
+    def select(self, gradient: Tensor, residual: Tensor, state: CodecState) -> tuple[bool, NDArray[np.int32]]:
+        """Accumulate the gradient into the residual and choose: whether all was finite, ascending indices."""
+        raise NotImplementedError
+
+    def target(self, group: GroupInfo) -> int:
+        """How many elements of the group should be sent in a step."""
+        elements = sum(parameter.elements for parameter in group.parameters)
+        return min(elements, max(1, round(self.density * elements))) if elements else 0
+
+    def encode(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Message:
+        from ..kernels.cpu import basic
+
+        assert isinstance(state, SparseState)
+        coding = VALUE_CODINGS[self.values]
+        finite, indices = self.select(gradient, residual, state)
+        if not finite:
+            indices = indices[:0]
+        values, sent = state.room(indices.size)
+        flat = residual.numpy()
+        basic.take(flat, indices, values)
+        packed = messages.pack(
+            indices, values, residual.numel(), state.outgoing.numpy(), coding, rotation=state.step, finite=finite
+        )
+        if coding != ValueCoding.FP32:
+            messages.rounded(values, coding, sent)
+            np.subtract(values, sent, out=sent)
+            basic.put_back(flat, indices, sent)
+            np.subtract(values, sent, out=values)  # what the others see; the cut part of it goes back below
+        for start, stop in cut_runs(packed, indices.size):
+            basic.put_back(flat, indices[start:stop], values[start:stop])
+        return Message(packed.size)
+
+    def decode(self, messages_: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
+        flat = out.numpy()
+        for message in messages_:
+            messages.add_into(message.numpy(), flat, scale)
+
+    def aggregate(self, messages_: Sequence[Tensor], state: CodecState) -> Tensor:
+        """The union of the supports, values added in the order given. Never larger than the messages together."""
+        elements = state.group.elements
+        coding = VALUE_CODINGS[self.values]
+        total = np.zeros(elements, np.float32)
+        touched = np.zeros(elements, np.bool_)
+        indices, values = np.empty(elements, np.int32), np.empty(elements, np.float32)
+        for message in messages_:
+            header = messages.unpack(message.numpy(), elements, indices, values)
+            touched[indices[: header.entries]] = True
+            messages.add_into(message.numpy(), total, 1.0)
+        union = np.flatnonzero(touched).astype(np.int32)
+        out = torch.empty(messages.bound(elements, union.size, coding), dtype=torch.uint8)
+        packed = messages.pack(union, total[union], elements, out.numpy(), coding)
+        return out[: packed.size]
+
+    def estimate(self, group: GroupInfo, world: int) -> Estimate:
+        size = messages.expected(group.elements, self.target(group), VALUE_CODINGS[self.values])
+        return Estimate(gathered=size, passes=2.0)

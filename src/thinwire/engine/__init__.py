@@ -1,0 +1,1 @@
+"""Runs a step: layout, order, threads, futures, failure, guard, statistics; `Exchange` and `Wire`."""

@@ -1,0 +1,72 @@
+"""What all ranks settle before the first exchange: that they mean the same, and that the kernels are compiled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..codecs import Codec
+from ..errors import AttachError
+from ..version import __version__
+
+
+def agree(group: dist.ProcessGroup | None, facts: Mapping[str, Any], error: str | None = None) -> None:
+    """Compare `facts` over all ranks, a collective; raise on every rank if one has an error or another opinion.
+
+    A mismatch found later does not raise in gloo: it aborts the peer.
+    """
+    mine = {"version": __version__, "world": dist.get_world_size(group), **facts} if error is None else {"error": error}
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    if error is not None:
+        raise AttachError(error)
+    for rank, theirs in enumerate(everyone):
+        if "error" in theirs:
+            raise AttachError(f"rank {rank} refuses: {theirs['error']}")
+    for rank, theirs in enumerate(everyone):
+        for key in mine:
+            if everyone[0][key] != theirs[key]:
+                raise AttachError(f"the ranks disagree: {_difference(key, everyone[0][key], theirs[key], rank)}")
+
+
+def _difference(key: str, first: Any, other: Any, rank: int) -> str:
+    if isinstance(first, list) and isinstance(other, list):
+        for a, b in zip(first, other, strict=False):
+            if a != b:
+                return f"{key}: rank 0 has {a}, rank {rank} has {b}"
+        return f"{key}: rank 0 has {len(first)}, rank {rank} has {len(other)}"
+    return f"{key}: rank 0 has {first!r}, rank {rank} has {other!r}"
+
+
+def compile_kernels(group: dist.ProcessGroup | None, codec: Codec) -> None:
+    """Compile what the codec needs before training begins: local rank 0 first, the others then find it on disk."""
+    failure: str | None = None
+    first = int(os.environ.get("LOCAL_RANK", dist.get_rank(group))) == 0
+    for turn in (True, False):
+        if first is turn:
+            try:
+                rehearse(codec)
+            except Exception as error:
+                failure = f"{codec} fails in a rehearsal on 5000 elements: {type(error).__name__}: {error}"
+        agree(group, {}, failure)
+
+
+def rehearse(codec: Codec) -> None:
+    """Run a few tiny steps in memory, a void one among them, so that every kernel of the codec is compiled."""
+    from ..schemes.world import LocalWorld
+    from .layout import build, describe
+    from .runner import Runner
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (50, 60), "kernel": (10, 8, 5, 5), "vector": (8,)}
+    tensors = [describe(name, torch.empty(shape)) for name, shape in shapes.items()]
+    runner = Runner(LocalWorld(2), build([tensors], codec, min_elements=64), threaded=False)
+    for step in range(4):
+        buffers = [torch.randn(5008, generator=generator) for _ in range(2)]
+        if step == 2:
+            buffers[0][0] = float("nan")
+        runner.submit(tuple(shapes), buffers, lambda _: None)

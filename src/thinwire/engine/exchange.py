@@ -1,0 +1,103 @@
+"""The engine without DDP: own training loops, and anything else that has tensors to average."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..codecs import Codec, parse
+from ..errors import ExchangeError
+from ..schemes.world import LocalWorld, TorchWorld
+from .agree import agree, compile_kernels
+from .layout import Exclude, TensorInfo, build, describe
+from .wire import Wire
+
+GROUP_BYTES = 16 << 20
+
+
+class Exchange(Wire):
+    """Averages named tensors over ranks, with residuals kept from call to call.
+
+    `process_group` may also be a `LocalWorld(n)`: then all n ranks live in this process, and `reduce_` takes one set of
+    tensors for each. Making one is a collective. Every rank must give the same names, shapes and codec.
+    """
+
+    def __init__(
+        self,
+        named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        codec: Codec | str,
+        process_group: dist.ProcessGroup | LocalWorld | None = None,
+        *,
+        exclude: Exclude = (),
+        min_elements: int = 1024,
+        group_bytes: int = GROUP_BYTES,
+        timeout: timedelta | None = None,
+    ) -> None:
+        codec = parse(codec) if isinstance(codec, str) else codec
+        tensors = [describe(name, tensor) for name, tensor in dict(named_tensors).items()]
+        layout = build(_buckets(tensors, group_bytes), codec, exclude=exclude, min_elements=min_elements)
+        world: LocalWorld | TorchWorld
+        if isinstance(process_group, LocalWorld):
+            world = process_group
+        else:
+            agree(process_group, {"codec": str(codec), "tensors": tensors, "layout": layout.to_json()})
+            compile_kernels(process_group, codec)
+            world = TorchWorld(process_group, max(c.rounds for c in layout.codecs()) if layout.groups else 1, timeout)
+        super().__init__(world, codec, tensors)
+        self._names = tuple(tensor.name for tensor in tensors)
+        self.freeze(layout)
+
+    def reduce_(self, tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
+        """Replace every tensor by its mean over ranks, less what stays in the residuals. Blocks until it is done.
+
+        A mapping from name to tensor, all names that the exchange was made with; for a `LocalWorld`, one for each rank.
+        """
+        assert self.runner is not None
+        ranks = [tensors] if isinstance(tensors, Mapping) else list(tensors)
+        if len(ranks) != len(self.world.members):
+            raise ExchangeError(f"{len(ranks)} sets of tensors were given for {len(self.world.members)} ranks")
+        for given in ranks:
+            if set(given) != set(self._names):
+                odd = sorted(set(given) ^ set(self._names))
+                raise ExchangeError(f"the names differ from those that the exchange was made with, first: {odd[0]!r}")
+            for tensor in self.tensors:
+                if tuple(given[tensor.name].shape) != tensor.shape or not given[tensor.name].is_contiguous():
+                    raise ExchangeError(f"{tensor.name!r} must be contiguous and of shape {tensor.shape}")
+        if not self._names:
+            return
+        left, errors, finished = len(self._names), list[BaseException](), threading.Event()
+
+        def done(error: BaseException | None) -> None:
+            nonlocal left
+            left -= 1
+            if error is not None:
+                errors.append(error)
+            if left == 0 or error is not None:
+                finished.set()
+
+        for name in self._names:
+            self.runner.submit((name,), [given[name].detach().view(-1) for given in ranks], done)
+        try:
+            finished.wait()
+        except BaseException:
+            self.runner.close(ExchangeError("interrupted"))
+            raise
+        if errors:
+            raise errors[0]
+
+
+def _buckets(tensors: Sequence[TensorInfo], limit: int) -> list[list[TensorInfo]]:
+    """Tensors of one dtype in the order given, together up to `limit` bytes; a larger one stays alone."""
+    buckets: list[list[TensorInfo]] = []
+    size = 0
+    for tensor in tensors:
+        if not buckets or buckets[-1][0].dtype != tensor.dtype or size + 4 * tensor.elements > limit:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(tensor)
+        size += 4 * tensor.elements
+    return buckets

@@ -1,0 +1,50 @@
+"""Ctrl-C while backward waits.
+
+Backward waits for our futures in C++, where Python delivers no signal. A wake-up descriptor is written to all the same:
+a watcher thread reads it and makes the waits fail, so that the main thread comes back and sees its KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import weakref
+from typing import Protocol
+
+
+class Interruptible(Protocol):
+    def interrupt(self) -> None: ...
+
+
+_watched: weakref.WeakSet[Interruptible] = weakref.WeakSet()
+_lock = threading.Lock()
+_installed = False
+
+
+def watch(target: Interruptible) -> None:
+    """Interrupt `target` on Ctrl-C, as long as it lives and SIGINT raises KeyboardInterrupt."""
+    global _installed
+    with _lock:
+        _watched.add(target)
+        if _installed or threading.current_thread() is not threading.main_thread():
+            return
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        # Whoever had the descriptor before (an event loop) keeps getting what it got.
+        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=_serve, args=(reader, writer, previous), name="thinwire-signals", daemon=True).start()
+        _installed = True
+
+
+def _serve(reader: socket.socket, writer: socket.socket, previous: int) -> None:
+    while numbers := reader.recv(64):
+        if previous >= 0:
+            with contextlib.suppress(OSError):
+                os.write(previous, numbers)
+        # A handler of the user's own may want the step to go on; the default one wants to get out.
+        if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            for target in list(_watched):
+                target.interrupt()

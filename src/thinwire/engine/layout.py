@@ -1,0 +1,167 @@
+"""Which tensors travel together, in which order, by which codec. Keyed by parameter name.
+
+A group is a run of tensors that lie next to each other where they come from (a DDP bucket), so that nothing need be
+copied. Small and excluded tensors inside that run are *holes*: they are lifted out before the codec sees the group and
+travel dense, in the tail of the group's own sum (`ride`) or in one dense group of all small tensors (`elsewhere`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+import torch
+from torch import nn
+
+from ..codecs import Codec, GroupInfo, ParameterInfo, parse
+from ..codecs.registry import to_text
+
+Role = Literal["coded", "ride", "elsewhere"]
+Exclude = Sequence[str] | Callable[[str], bool]
+
+SMALL_GROUP = "small tensors"
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """One tensor inside a group: elements [offset, offset + elements)."""
+
+    name: str
+    offset: int
+    elements: int
+    shape: tuple[int, ...]
+    kind: str
+    role: Role = "coded"
+
+
+class Group(msgspec.Struct, frozen=True):
+    """The unit of exchange."""
+
+    name: str
+    codec: str
+    dtype: str
+    elements: int
+    slots: tuple[Slot, ...]
+
+    def info(self) -> GroupInfo:
+        coded = tuple(
+            ParameterInfo(slot.name, slot.offset, slot.elements, slot.shape, slot.kind)
+            for slot in self.slots
+            if slot.role == "coded"
+        )
+        riders = sum(slot.elements for slot in self.slots if slot.role == "ride")
+        return GroupInfo(self.name, self.elements, coded, tail=riders + 1)
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """All groups, in the order in which their collectives are issued on every rank."""
+
+    groups: tuple[Group, ...]
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def from_json(text: str) -> Layout:
+        return msgspec.json.decode(text, type=Layout)
+
+    def codecs(self) -> list[Codec]:
+        return [parse(group.codec) for group in self.groups]
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """A tensor to be exchanged, as a frontend describes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+
+    @property
+    def elements(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+def describe(name: str, tensor: torch.Tensor, kind: str | None = None) -> TensorInfo:
+    return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), kind or kind_of(tensor))
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """The layer kind of a tensor of which only the shape is known."""
+    return "conv" if tensor.dim() >= 3 else "dense" if tensor.dim() == 2 else "vector"
+
+
+def kinds_of(module: nn.Module) -> dict[str, str]:
+    """Layer kind of each parameter: conv, dense, recurrent, embedding, vector (biases, norms)."""
+    kinds: dict[str, str] = {}
+    for prefix, child in module.named_modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            if parameter.dim() <= 1:
+                kind = "vector"
+            elif isinstance(child, nn.RNNBase | nn.RNNCellBase):
+                kind = "recurrent"
+            elif isinstance(child, nn.Embedding | nn.EmbeddingBag):
+                kind = "embedding"
+            else:
+                kind = kind_of(parameter)
+            kinds.setdefault(f"{prefix}.{name}" if prefix else name, kind)
+    return kinds
+
+
+def excludes(exclude: Exclude, name: str) -> bool:
+    """Whether the user keeps this tensor dense: shell patterns on its name, or a function of it."""
+    if callable(exclude):
+        return bool(exclude(name))
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def build(
+    buckets: Sequence[Sequence[TensorInfo]], codec: Codec, *, exclude: Exclude = (), min_elements: int = 1024
+) -> Layout:
+    """Cut buckets into groups.
+
+    Each bucket is a list of tensors of one dtype that lie next to each other. A large tensor that is excluded ends a run and
+    travels as a dense group of its own; one dense group a dtype, at the end, takes the small tensors that cannot ride.
+    """
+    text = to_text(codec)
+    if codec.direct:
+        return Layout(tuple(_group(f"group {i}", text, run, {}) for i, run in enumerate(buckets) if run))
+    groups: list[Group] = []
+    small: dict[str, list[TensorInfo]] = {}
+    for bucket in buckets:
+        run: list[TensorInfo] = []
+        holes: dict[str, Role] = {}
+
+        def flush(run: list[TensorInfo], holes: dict[str, Role]) -> None:
+            lonely = all(tensor.name in holes for tensor in run)
+            for tensor in run:
+                if lonely or holes.get(tensor.name) == "elsewhere":
+                    small.setdefault(tensor.dtype, []).append(tensor)
+            if not lonely:
+                groups.append(_group(f"group {len(groups)}", text, run, holes))
+
+        for tensor in bucket:
+            out = excludes(exclude, tensor.name)
+            if out and tensor.elements >= min_elements:
+                flush(run, holes)
+                run, holes = [], {}
+                groups.append(_group(f"group {len(groups)}", "dense", [tensor], {}))
+                continue
+            if out or (codec.keeps_residual and tensor.elements < min_elements):
+                holes[tensor.name] = "ride" if codec.rides else "elsewhere"
+            run.append(tensor)
+        flush(run, holes)
+    for dtype, tensors in small.items():
+        name = SMALL_GROUP if len(small) == 1 else f"{SMALL_GROUP} ({dtype})"
+        groups.append(_group(name, "dense", tensors, {}))
+    return Layout(tuple(groups))
+
+
+def _group(name: str, codec: str, tensors: Sequence[TensorInfo], holes: dict[str, Role]) -> Group:
+    slots, offset = [], 0
+    for tensor in tensors:
+        role = holes.get(tensor.name, "coded")
+        slots.append(Slot(tensor.name, offset, tensor.elements, tensor.shape, tensor.kind, role))
+        offset += tensor.elements
+    return Group(name, codec, tensors[0].dtype, offset, tuple(slots))

@@ -1,0 +1,187 @@
+"""Runs the groups of a step through their rounds: encode one while another is on the wire.
+
+On every round collectives are issued in layout order, whatever finishes first; that is all the order that ranks need to
+agree on, because each round has a process group of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..errors import ExchangeError
+from ..schemes.world import Collective, Pending, World
+from .member import Member
+
+Steps = Generator[Collective, None, None]
+
+
+@dataclass
+class Feed:
+    """The gradients of one group, ready to go: one for each member of the world in this process."""
+
+    gradients: Sequence[Tensor]
+    riders: Sequence[Tensor]
+    unused: Sequence[Sequence[str]]
+
+
+@dataclass
+class Timing:
+    """When one group passed through its phases, in seconds of `time.perf_counter`."""
+
+    group: int
+    arrived: float
+    phases: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+@dataclass
+class _Task:
+    """A group under way, or the epilogue of a step (index -1)."""
+
+    index: int
+    name: str
+    steps: list[Steps]
+    timing: Timing
+    round: int = 0
+    parts: list[Collective] = field(default_factory=list)
+    pending: Pending | None = None
+    issued: float = 0.0
+
+
+class Pipeline:
+    """The step in progress. `advance` does one piece of work; it never waits."""
+
+    def __init__(
+        self,
+        world: World,
+        members: Sequence[Member],
+        *,
+        wake: Callable[[], None],
+        on_group: Callable[[int], None],
+        on_step: Callable[[list[Timing]], None],
+        tracks_unused: bool = False,
+    ) -> None:
+        self.world, self.members = world, members
+        self._wake, self._on_group, self._on_step = wake, on_group, on_step
+        self._tracks_unused = tracks_unused
+        self._count = len(members[0].groups)
+        self._last_round = [max(0, run.codec.rounds - 1) for run in members[0].groups]
+        self._waiting: dict[int, tuple[Feed, float]] = {}
+        self._next = 0
+        self._done = 0
+        self._last = 0
+        self._rounds: list[deque[_Task]] = [deque() for _ in range(max(self._last_round, default=0) + 1)]
+        self._timings: list[Timing] = []
+
+    def feed(self, index: int, feed: Feed) -> None:
+        if index in self._waiting or index < self._next:
+            raise ExchangeError(f"group {index} came twice in one step")
+        self._waiting[index] = (feed, perf_counter())
+
+    @property
+    def idle(self) -> bool:
+        return self._next == 0 and not self._waiting
+
+    def advance(self) -> bool:
+        """Do the most urgent piece of work there is; False when all that is left is to wait.
+
+        First what puts a further round on the wire, then the next group, last what only decodes.
+        """
+        ready = [queue[0] for queue in self._rounds if queue and queue[0].pending and queue[0].pending.done()]
+        for task in ready:
+            if task.index >= 0 and task.round < self._last_round[task.index]:
+                self._resume(task)
+                return True
+        if self._next in self._waiting:
+            feed, arrived = self._waiting.pop(self._next)
+            self._begin(self._next, feed, arrived)
+            self._next += 1
+            return True
+        if ready:
+            self._resume(ready[0])
+            return True
+        return False
+
+    def _begin(self, index: int, feed: Feed, arrived: float) -> None:
+        name = self.members[0].groups[index].group.name
+        steps = [
+            member.run(index, gradient, riders, unused)
+            for member, gradient, riders, unused in zip(
+                self.members, feed.gradients, feed.riders, feed.unused, strict=True
+            )
+        ]
+        self._work(_Task(index, name, steps, Timing(index, arrived)), "encode")
+
+    def _resume(self, task: _Task) -> None:
+        self._rounds[task.round].popleft()
+        now = perf_counter()
+        task.timing.phases.append((task.parts[0].name, task.issued, now))
+        assert task.pending is not None
+        try:
+            task.pending.check()
+        except RuntimeError as error:
+            raise ExchangeError(f"{self.place(task)}: {error}") from error
+        task.round += 1
+        self._work(task, "decode")
+
+    def _work(self, task: _Task, phase: str) -> None:
+        """Let the codec work until its next collective, and issue that; or until its end."""
+        begun = perf_counter()
+        parts: list[Collective] = []
+        try:
+            with record_function(f"thinwire::{phase}/{task.name}"):
+                for steps in task.steps:
+                    part = next(steps, None)
+                    if part is not None:
+                        parts.append(part)
+        except Exception as error:
+            raise ExchangeError(f"{self.place(task)}, {phase}: {type(error).__name__}: {error}") from error
+        task.timing.phases.append((phase, begun, perf_counter()))
+        if not parts:
+            self._end(task)
+            return
+        if len(parts) != len(task.steps):
+            raise ExchangeError(f"{self.place(task)}: some ranks end where others ask for a collective")
+        if task.round >= len(self._rounds):
+            raise ExchangeError(f"{self.place(task)}: its codec declares fewer rounds than it uses")
+        task.parts, task.issued = parts, perf_counter()
+        task.pending = self.world.issue(task.round, parts, self._wake)
+        self._rounds[task.round].append(task)
+
+    def _end(self, task: _Task) -> None:
+        self._timings.append(task.timing)
+        if task.index >= 0:
+            self._done += 1
+            if self._done < self._count:
+                self._on_group(task.index)
+                return
+            self._last = task.index
+            if self._tracks_unused:
+                steps = [member.epilogue() for member in self.members]
+                self._work(_Task(-1, "used parameters", steps, Timing(-1, perf_counter())), "encode")
+                return
+        for member in self.members:
+            member.finish()
+        timings, self._timings = self._timings, []
+        self._next = self._done = 0
+        self._on_step(timings)
+        # Only now: when the last bucket is handed back, residuals and thresholds are those of the finished step.
+        self._on_group(self._last)
+
+    def place(self, task: _Task) -> str:
+        """Where an error happened, for people."""
+        step, ranks = self.members[0].step, ", ".join(str(member.rank) for member in self.members)
+        collective = f", {task.parts[0].name} of round {task.round + 1}" if task.parts else ""
+        return f"{task.name}, step {step}{collective}, rank {ranks}"
+
+    def under_way(self) -> str:
+        """The oldest thing that is not done, for errors about waiting."""
+        for queue in self._rounds:
+            if queue:
+                return self.place(queue[0])
+        return f"step {self.members[0].step}, before any collective"

@@ -1,0 +1,203 @@
+"""Carries out exchanges: one daemon thread a wire, or in the caller's thread when all ranks live in this process.
+
+After its first exception a runner is closed: it issues no further collective, because a peer that expects another size
+is aborted by gloo instead of raising, and everything that still waits fails with the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..errors import ExchangeError, WireClosed
+from ..schemes.world import World
+from .assembly import Assembly, Bucket
+from .layout import Layout
+from .member import Member
+from .pipeline import Feed, Pipeline, Timing
+from .stats import Statistics
+
+SLICE_SECONDS = 0.2
+
+Done = Callable[[BaseException | None], None]
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A bucket, one buffer for each member, and what to call when it holds its results or has failed."""
+
+    names: tuple[str, ...]
+    buffers: Sequence[Tensor]
+    unused: Sequence[Sequence[str]]
+    done: Done
+    buckets: list[Bucket] = field(default_factory=list)
+
+
+class Runner:
+    """All exchanges of one layout on one world."""
+
+    def __init__(
+        self,
+        world: World,
+        layout: Layout,
+        *,
+        threaded: bool,
+        protected: bool = False,
+        tests_results: bool = False,
+        tracks_unused: bool = False,
+    ) -> None:
+        self.world, self.layout = world, layout
+        self.members = [
+            Member(layout, rank, world.size, protected=protected, tests_results=tests_results)
+            for rank in world.members
+        ]
+        self.statistics = Statistics(layout)
+        self.error: BaseException | None = None
+        self._assemblies = [Assembly(layout) for _ in world.members]
+        self._inbox: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+        self._pipeline = Pipeline(
+            world,
+            self.members,
+            wake=_waker(weakref.ref(self)),
+            on_group=self._hand_back,
+            on_step=self._count,
+            tracks_unused=tracks_unused,
+        )
+        self._lock = threading.Lock()
+        self._open: list[_Arrival] = []
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self.start_thread()
+
+    def start_thread(self) -> None:
+        """From now on exchanges run in a thread of their own."""
+        self._thread = threading.Thread(target=_serve, args=(weakref.ref(self),), name="thinwire", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for a result."""
+        return bool(self._open)
+
+    def submit(
+        self, names: tuple[str, ...], buffers: Sequence[Tensor], done: Done, unused: Sequence[Sequence[str]] = ()
+    ) -> None:
+        """A bucket is ready: exchange it. `done` is called once, with None or an error, when the buffers hold the means."""
+        arrival = _Arrival(names, buffers, unused or [()] * len(buffers), done)
+        with self._lock:
+            if self.error is not None:
+                raise WireClosed(f"this wire is closed: {self.error}") from self.error
+            self._open.append(arrival)
+        self._inbox.put(arrival)
+        if self._thread is None:
+            self.work()
+
+    def work(self, patience: float = 0.0) -> None:
+        """Wait up to `patience` seconds for an event, then do all that can be done without waiting."""
+        try:
+            with contextlib.suppress(queue.Empty):
+                arrival = self._inbox.get(timeout=patience) if patience else self._inbox.get_nowait()
+                while True:
+                    if arrival is not None:
+                        self._take_in(arrival)
+                    arrival = self._inbox.get_nowait()
+            while self.error is None and self._pipeline.advance():
+                pass
+        except BaseException as error:
+            self.close(error)
+            if self._thread is None:
+                raise
+
+    def stop(self) -> None:
+        """End the thread of an idle runner; the world stays open for another."""
+        with self._lock:
+            if self._open:
+                raise ExchangeError("a step is under way")
+            self.error = WireClosed("it was replaced")
+        self._inbox.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop for good; everything that waits fails with `error`. May be called from any thread, and twice."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = error if error is not None else WireClosed("it was closed")
+            waiting, self._open = self._open, []
+        self.world.close()
+        for arrival in waiting:
+            arrival.done(self.error)
+        self._inbox.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+
+    def interrupt(self) -> None:
+        """Ctrl-C while somebody waits: Python delivers it only after the wait, so the wait must fail."""
+        if self.busy:
+            self.close(ExchangeError(f"interrupted while waiting: {self._pipeline.under_way()}"))
+
+    def _take_in(self, arrival: _Arrival) -> None:
+        complete: list[int] = []
+        for assembly, buffer, unused in zip(self._assemblies, arrival.buffers, arrival.unused, strict=True):
+            bucket, complete = assembly.arrive(arrival.names, buffer, unused)
+            arrival.buckets.append(bucket)
+        for index in complete:
+            self._pipeline.feed(
+                index,
+                Feed(
+                    [assembly.gradient(index) for assembly in self._assemblies],
+                    [assembly.riders[index] for assembly in self._assemblies],
+                    [assembly.unused.get(index, ()) for assembly in self._assemblies],
+                ),
+            )
+        if not any(bucket.open for bucket in arrival.buckets):
+            self._finished(arrival)
+
+    def _hand_back(self, index: int) -> None:
+        for assembly in self._assemblies:
+            assembly.finish(index)
+        for arrival in [arrival for arrival in self._open if arrival.buckets]:
+            if not any(bucket.open for bucket in arrival.buckets):
+                self._finished(arrival)
+
+    def _finished(self, arrival: _Arrival) -> None:
+        with self._lock:
+            if arrival not in self._open:
+                return
+            self._open.remove(arrival)
+        arrival.done(None)
+
+    def _count(self, timings: list[Timing]) -> None:
+        self.statistics.add(self.members[0], timings)
+
+
+def _waker(runner: weakref.ref[Runner]) -> Callable[[], None]:
+    def wake() -> None:
+        target = runner()
+        if target is not None:
+            target._inbox.put(None)
+
+    return wake
+
+
+def _serve(reference: weakref.ref[Runner]) -> None:
+    """The exchange thread. It lets go of the runner after every slice, so that a forgotten wire ends by itself."""
+    while True:
+        runner = reference()
+        if runner is None or runner.error is not None:
+            return
+        runner.work(SLICE_SECONDS)
+        del runner
+
+
+def explain(error: BaseException) -> str:
+    """An error with its traceback as text: DDP hands only texts from the exchange thread to backward."""
+    return "".join(traceback.format_exception(error)).rstrip()

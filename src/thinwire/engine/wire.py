@@ -1,0 +1,170 @@
+"""What a user holds: the exchange of one job, with its numbers, its saved state and its guard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ..codecs import Codec
+from ..errors import StateError
+from ..schemes.world import TorchWorld, World
+from . import interrupt, state
+from .layout import Layout, TensorInfo
+from .member import all_finite
+from .runner import Runner
+
+
+class Wire:
+    """Base of `Exchange` and of what `attach` returns. Until its layout is frozen there is no runner."""
+
+    def __init__(
+        self,
+        world: World,
+        codec: Codec,
+        tensors: Sequence[TensorInfo],
+        *,
+        protected: bool = False,
+        tracks_unused: bool = False,
+    ) -> None:
+        self.world, self.codec, self.tensors = world, codec, list(tensors)
+        self.runner: Runner | None = None
+        self.dense_steps = 0
+        self._protected, self._tracks_unused = protected, tracks_unused
+        self._guarded = False
+        interrupt.watch(self)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def freeze(self, layout: Layout) -> Runner:
+        """From now on exchange by this layout."""
+        if self.runner is not None:
+            self.runner.stop()
+        self.runner = Runner(
+            self.world,
+            layout,
+            threaded=isinstance(self.world, TorchWorld),
+            protected=self._protected,
+            tests_results=self._guarded or self._protected,
+            tracks_unused=self._tracks_unused,
+        )
+        return self.runner
+
+    def interrupt(self) -> None:
+        if self.runner is not None:
+            self.runner.interrupt()
+
+    def close(self) -> None:
+        """End the exchange thread and give up the process groups of this wire. The job cannot go on with it."""
+        if self.runner is not None:
+            self.runner.close()
+        else:
+            self.world.close()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What closed this wire, if it is closed."""
+        return self.runner.error if self.runner is not None else None
+
+    # -- numbers -------------------------------------------------------------------------------------------------------
+
+    @property
+    def skipped_last_step(self) -> bool:
+        """Whether the last step was void on all ranks, because a gradient was not finite somewhere."""
+        return self.runner is not None and self.runner.members[0].last_off
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of this rank, means over steps: bytes it hands to collectives, seconds by phase, density, residual norm."""
+        stats: dict[str, Any] = {"codec": str(self.codec), "world": self.world.size, "dense_steps": self.dense_steps}
+        if self.runner is None:
+            return {**stats, "steps": 0, "skipped": 0, "bytes_per_step": 0.0, "groups": []}
+        member = self.runner.members[0]
+        return {
+            **stats,
+            "rank": member.rank,
+            **self.runner.statistics.to_dict(),
+            "residual_norm": member.residuals.norm(),
+            "memory_bytes": member.bytes,
+        }
+
+    def stats_of_all_ranks(self) -> list[dict[str, Any]]:
+        """`stats()` of every rank, in rank order. A collective. The rank with the least `wire_seconds` is the straggler."""
+        if not isinstance(self.world, TorchWorld):
+            return [self.stats()]
+        everyone: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everyone, self.stats(), group=self.world.parent)
+        return everyone
+
+    # -- non-finite values ---------------------------------------------------------------------------------------------
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Make `optimizer.step()` do nothing, on all ranks, after a step in which a gradient was not finite.
+
+        For jobs without a GradScaler. The gradients of such a step are dropped; see `docs/message-format.md` for how
+        ranks agree. Schedulers and counters of your own still advance.
+        """
+        self._guarded = True
+        if self.runner is not None:
+            for member in self.runner.members:
+                member.tests_results = True
+
+        def drop(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if self._void(optimizer):
+                # The public way to make any torch optimizer skip a parameter, its momentum and step count included.
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+
+        optimizer.register_step_pre_hook(drop)
+
+    def _void(self, optimizer: Optimizer) -> bool:
+        if self.runner is not None and self._exchanges_by_group:
+            return self.skipped_last_step
+        # On the direct path nobody has looked at the results, which are the same on all ranks.
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return not all(all_finite(gradient.reshape(-1)) for gradient in gradients)
+
+    @property
+    def _exchanges_by_group(self) -> bool:
+        return not self.codec.direct
+
+    # -- saved state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, what codecs remember, step and layout, of this rank. Local, never a collective; save it on every rank."""
+        result: dict[str, Any] = {}
+        for rank in self.world.members:
+            result |= state.save(self.runner, rank=rank, world=self.world.size, codec=str(self.codec))
+        return result
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where `state_dict()` was taken, with the same bits. Local; refuses what does not fit, changing nothing."""
+        metas = [
+            state.read_meta(saved, rank=rank, world=self.world.size, codec=str(self.codec), tensors=self.tensors)
+            for rank in self.world.members
+        ]
+        if any(meta.layout != metas[0].layout for meta in metas):
+            raise StateError("the ranks of this state have different layouts")
+        layout = metas[0].layout
+        if layout is None:
+            if self.runner is not None and self.runner.statistics.steps:
+                raise StateError("the state was saved before the layout was frozen; this wire has already begun to compress")
+            return
+        previous = self.runner
+        candidate = Runner(
+            self.world,
+            layout,
+            threaded=False,
+            protected=self._protected,
+            tests_results=self._guarded or self._protected,
+            tracks_unused=self._tracks_unused,
+        )
+        for meta in metas:
+            state.restore(candidate, saved, meta)
+        if previous is not None:
+            previous.stop()
+        if isinstance(self.world, TorchWorld):
+            candidate.start_thread()
+        self.runner = candidate

@@ -1,0 +1,1 @@
+"""Where gradients come from: `ddp.py` takes them from DistributedDataParallel."""

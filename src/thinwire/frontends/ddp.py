@@ -1,0 +1,266 @@
+"""Gradients of `DistributedDataParallel`, through its communication hook."""
+# No postponed annotations here: DDP checks those of the hook, and texts do not pass.
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..codecs import Codec, parse
+from ..engine.agree import agree, compile_kernels
+from ..engine.layout import Exclude, Layout, TensorInfo, build, describe, excludes, kinds_of
+from ..engine.runner import explain
+from ..engine.wire import Wire
+from ..errors import AttachError, ExchangeError, ThinwireError, WireClosed
+from ..log import logger, set_up
+from ..schemes.world import TorchWorld
+
+_wires: "weakref.WeakKeyDictionary[DistributedDataParallel, DDPWire]" = weakref.WeakKeyDictionary()
+
+
+def attach(
+    ddp: nn.Module,
+    codec: Codec | str,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    exclude: Exclude = (),
+    min_elements: int = 1024,
+    timeout: timedelta | None = None,
+) -> "DDPWire":
+    """Exchange the gradients of a DDP module through `codec`. A collective: every rank calls it alike.
+
+    ddp           a DistributedDataParallel, or what `torch.compile` made of one
+    codec         a codec, or its text: `"topk(density=0.01)"`
+    scaler        the GradScaler of the job, if it has one: residuals are then unscaled, and untouched by a skipped step
+    exclude       shell patterns on parameter names, or a function of the name: these tensors travel dense
+    min_elements  tensors with fewer elements travel dense
+    timeout       of our collectives; the default is that of the module's process group
+
+    Training begins dense and goes over to the codec when DDP's buckets are final (after two steps; three with
+    `static_graph`, one with `find_unused_parameters`).
+    """
+    set_up()
+    module = getattr(ddp, "_orig_mod", ddp)
+    if not isinstance(module, DistributedDataParallel):
+        raise AttachError(
+            f"attach needs a DistributedDataParallel, not {type(ddp).__name__}: wrap the model first, "
+            "ddp = DistributedDataParallel(model)"
+        )
+    group = module.process_group
+    error: str | None = None
+    tensors: list[TensorInfo] = []
+    try:
+        codec = parse(codec) if isinstance(codec, str) else codec
+        _check(module, codec, min_elements)
+        kinds = kinds_of(module.module)
+        tensors = [describe(name, p, kinds.get(name)) for name, p in _parameters(module).items()]
+    except (ThinwireError, TypeError, ValueError) as problem:
+        error = str(problem)
+    facts = {
+        "codec": str(codec),
+        "tensors": tensors,
+        "excluded": [tensor.name for tensor in tensors if excludes(exclude, tensor.name)] if error is None else [],
+        "options": (min_elements, scaler is not None, module.find_unused_parameters, module.static_graph),
+        "buckets": module._has_rebuilt_buckets,
+    }
+    agree(group, facts, error)
+    assert isinstance(codec, Codec)
+    compile_kernels(group, codec)
+    world = TorchWorld(group, codec.rounds, timeout)
+    wire = DDPWire(module, world, codec, tensors, scaler, exclude, min_elements)
+    module.register_comm_hook(wire, _exchange_bucket)
+    _wires[module] = wire
+    wire.announce()
+    return wire
+
+
+def _check(module: DistributedDataParallel, codec: Codec, min_elements: int) -> None:
+    if not isinstance(codec, Codec):
+        raise AttachError(f"{codec!r} is not a codec: give thinwire.TopK(0.01), or a text such as 'topk(density=0.01)'")
+    str(codec)
+    if min_elements < 0:
+        raise AttachError(f"min_elements must not be negative, but is {min_elements}")
+    if module in _wires:
+        raise AttachError(f"a wire with {_wires[module].codec} is attached to this module already")
+    if module._comm_hooks:
+        name = getattr(module._comm_hooks[0][0], "__qualname__", "another hook")
+        raise AttachError(f"the communication hook of this module is taken by {name}; DDP has room for one")
+    for name, child in module.module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise AttachError(f"{name!r} makes sparse gradients, which thinwire cannot compress: use sparse=False")
+    for name, parameter in _parameters(module).items():
+        if parameter.is_complex():
+            raise AttachError(f"{name!r} is {parameter.dtype}: complex gradients are not supported")
+        if parameter.device.type != "cpu":
+            raise AttachError(f"{name!r} is on {parameter.device}: only CPU tensors are supported yet")
+
+
+def _parameters(module: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that DDP reduces, in its own order, without a `module.` in front of their names."""
+    ignored = set(module.parameters_to_ignore)
+    return {name: p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored}
+
+
+class DDPWire(Wire):
+    """What `attach` returns."""
+
+    def __init__(
+        self,
+        module: DistributedDataParallel,
+        world: TorchWorld,
+        codec: Codec,
+        tensors: Sequence[TensorInfo],
+        scaler: torch.amp.GradScaler | None,
+        exclude: Exclude,
+        min_elements: int,
+    ) -> None:
+        tracks_unused = module.find_unused_parameters or module.static_graph
+        super().__init__(world, codec, tensors, protected=scaler is not None, tracks_unused=tracks_unused)
+        self._group = world.groups[0]
+        self._scaler = scaler
+        self._exclude, self._min_elements = exclude, min_elements
+        named = _parameters(module)
+        self._names = {id(p): name for name, p in named.items()}
+        self._used: set[int] = set()
+        if tracks_unused:
+            for parameter in named.values():
+                parameter.register_post_accumulate_grad_hook(_marker(self._used))
+        self._infos = {tensor.name: tensor for tensor in tensors}
+        self._buckets: list[list[TensorInfo]] = []
+        # DDP rebuilds its buckets once, after the first step (the second with static_graph), unless it searches for
+        # unused parameters. Counted in steps of ours, because all ranks count the same, joined ones included.
+        self._steps_until_final = 2 if module.static_graph else 1
+        if module._has_rebuilt_buckets or (module.find_unused_parameters and not module.static_graph):
+            self._steps_until_final = 0
+        self._closed: BaseException | None = None
+        self._flying: list[torch.futures.Future[Tensor]] = []
+
+    def announce(self) -> None:
+        """Say once, on rank 0, what is compressed and how."""
+        if self.world.members[0] != 0:
+            return
+        layout = self._layout([list(self._infos.values())])
+        coded = sum(s.elements for group in layout.groups for s in group.slots if group.codec != "dense" and s.role == "coded")
+        total = sum(tensor.elements for tensor in self._infos.values())
+        share = 100 * coded / total if total else 0.0
+        memory = (8 if self._protected else 4) * coded / total if total and self.codec.keeps_residual else 0.0
+        estimate = [c.estimate(g.info(), self.world.size) for g, c in zip(layout.groups, layout.codecs(), strict=True)]
+        travel = sum(e.gathered + e.summed for e in estimate)
+        logger.info(
+            "%s on %d ranks: compresses %d of %d parameters (%.1f %%), the rest travels dense; a rank hands over about %s a "
+            "step instead of %s; residuals add %.1f bytes a parameter; dense until the buckets are final",
+            self.codec, self.world.size, coded, total, share, _bytes(travel), _bytes(4 * total), memory,
+        )  # fmt: skip
+        if self.world.size == 1:
+            logger.warning("world size is 1: there is nobody to exchange with, so compression can only cost")
+
+    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
+        return build(buckets, self.codec, exclude=self._exclude, min_elements=self._min_elements)
+
+    # -- the hook ------------------------------------------------------------------------------------------------------
+
+    def on_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if self._closed is not None or self.error is not None:
+            cause = self._closed or self.error
+            raise WireClosed(f"this wire is closed: {cause}") from cause
+        buffer = bucket.buffer()
+        if self.codec.direct or self.runner is None:
+            future = self._direct(bucket.index(), buffer)
+            if self.runner is None:
+                self._record(bucket)
+            return future
+        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        if bucket.index() == 0 and self._scaler is not None:
+            self.runner.members[0].scale = float(self._scaler.get_scale())
+        future = torch.futures.Future[Any]()
+
+        def done(error: BaseException | None) -> None:
+            # Never set_exception: DDP would say that it cannot cast it to a tensor.
+            future.set_result(buffer if error is None else error)
+
+        self.runner.submit(names, [buffer], done, [self._unused(names)])
+        if bucket.is_last():
+            self._used.clear()
+        return future.then(_unwrap)
+
+    def _direct(self, index: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """The mean by one all-reduce, issued right here: nothing can be faster through a Python hook."""
+        step, rank = self.dense_steps, self.world.members[0]
+        work = dist.all_reduce(buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+
+        def result(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            try:
+                return future.value()[0]
+            except RuntimeError as error:
+                raise ExchangeError(
+                    f"bucket {index}, dense step {step}, all-reduce (average), rank {rank}: {error}"
+                ) from error
+
+        future = work.get_future().then(result)
+        if index == 0:
+            self._flying.clear()
+        self._flying.append(future)
+        return future
+
+    def _record(self, bucket: dist.GradBucket) -> None:
+        """Note what DDP's buckets hold; once they are final, freeze the layout for the steps to come."""
+        self._buckets.append([self._infos[self._names[id(parameter)]] for parameter in bucket.parameters()])
+        if bucket.is_last():
+            self._used.clear()
+            self.dense_steps += 1
+            buckets, self._buckets = self._buckets, []
+            if self.dense_steps > self._steps_until_final:
+                layout = self._layout(buckets)
+                self.freeze(layout)
+                if self.world.members[0] == 0 and not self.codec.direct:
+                    logger.info("layout frozen after %d dense steps: %d groups", self.dense_steps, len(layout.groups))
+
+    def _unused(self, names: Sequence[str]) -> Sequence[str]:
+        """Parameters of a bucket that this rank did not use since the last exchange.
+
+        DDP knows it too, but its map is locked while it calls a hook.
+        """
+        if not self._tracks_unused:
+            return ()
+        used = {self._names[key] for key in self._used}
+        return [name for name in names if name not in used]
+
+    def interrupt(self) -> None:
+        if self.runner is not None and not self.codec.direct:
+            super().interrupt()
+        elif any(not future.done() for future in self._flying):
+            # The direct path has no thread: aborting the process group makes its collectives fail.
+            self._closed = ExchangeError("interrupted while waiting for an all-reduce")
+            self.world.close()
+
+
+def _marker(used: set[int]) -> Callable[[Tensor], None]:
+    def mark(parameter: Tensor) -> None:
+        used.add(id(parameter))
+
+    return mark
+
+
+def _exchange_bucket(state: DDPWire, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state.on_bucket(bucket)
+
+
+def _unwrap(future: torch.futures.Future[Any]) -> Tensor:
+    value = future.value()
+    if isinstance(value, BaseException):
+        raise ExchangeError(explain(value)) from value
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
