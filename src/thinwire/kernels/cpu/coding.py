@@ -1,0 +1,462 @@
+"""Index and value codings of messages, compiled.  `docs/message-format.md` is the specification.
+
+`data` is a whole message, uint8; `at` and `stop` are byte offsets into it.  Entries to write are the positions in two
+ranges of the entry list, `kept`, since a message that was cut leaves out one range.  Kernels that write trust their
+arguments; kernels that read trust `elements`, `entries`, the offsets and the sizes of the arrays, which the caller has
+checked against each other, and nothing that stands between `at` and `stop`.  Equal to `reference.coding` bit for bit.
+
+Offsets into bytes are uint64: LLVM then joins the byte accesses into one access of 8 bytes, on any alignment, while a
+signed offset would first be tested for a negative value.  A uint64 and a plain integer would make a float64, hence
+the typed constants.
+"""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numba.cpython.unsafe.numbers import trailing_zeros
+from numpy.typing import NDArray
+
+from thinwire.kernels.cpu._jit import kernel
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Floats: TypeAlias = NDArray[np.float32]
+Indices: TypeAlias = NDArray[np.int32]
+Kept: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
+Outcome: TypeAlias = tuple[int, int, int]  # what is wrong, at which entry, the index or offset found there
+
+LIMIT = 16  # a quotient of this size or more is not written in unary; the longest code then has 47 bits
+LARGEST_PARAMETER = 31
+FP32, FP16, BF16 = 1, 2, 3  # as in the header
+BLOCK = 1024  # entries that are decoded before they are added
+
+GOOD, ENDS_EARLY, PAST_THE_END, NOT_ASCENDING, TOO_MANY, TOO_FEW, LEFT_OVER = range(7)
+
+_0, _1, _2, _3, _4, _5, _6, _7, _8 = (np.uint64(i) for i in range(9))
+_16, _24, _32, _40, _48, _56 = (np.uint64(i) for i in (16, 24, 32, 40, 48, 56))
+_ESCAPE = np.uint64((1 << LIMIT) - 1)
+_zeros: Any = trailing_zeros  # typed as an intrinsic with the compiler's own arguments
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def _narrow(value: np.float32, coding: int) -> np.uint64:
+    """The bits of one value as written: nearest, ties to even, and never an infinity out of a finite value."""
+    bits = int(np.int64(np.float32(value).view(np.uint32)))
+    if coding == FP32:
+        return np.uint64(bits)
+    sign = (bits >> 16) & 0x8000
+    size = bits & 0x7FFFFFFF
+    if coding == BF16:
+        if size > 0x7F800000:
+            return np.uint64(sign | 0x7FC0)
+        return np.uint64(sign | min((size + 0x7FFF + ((size >> 16) & 1)) >> 16, 0x7F7F))
+    if size > 0x7F800000:
+        return np.uint64(sign | 0x7E00)
+    if size < 0x38800000:  # below 2**-14 fp16 is a multiple of 2**-24, which is the last place of 0.5
+        lifted = np.uint32(size).view(np.float32) + np.float32(0.5)
+        return np.uint64(sign | (np.int64(np.float32(lifted).view(np.uint32)) - 0x3F000000))
+    return np.uint64(sign | min((size - 0x38000000 + 0xFFF + ((size >> 13) & 1)) >> 13, 0x7BFF))
+
+
+@kernel
+def _widen(bits: np.uint64, coding: int) -> np.float32:
+    """The value that the bits stand for; exact."""
+    if coding == FP32:
+        return np.uint32(bits).view(np.float32)
+    if coding == BF16:
+        return np.uint32(bits << _16).view(np.float32)
+    half = int(np.int64(bits))
+    sign = (half & 0x8000) << 16
+    exponent = half & 0x7C00
+    size = (half & 0x7FFF) << 13
+    if exponent == 0x7C00:
+        return np.uint32(sign | (size + 0x70000000)).view(np.float32)
+    if exponent == 0:  # a difference of two normal numbers, so that flushing of denormals does not matter
+        small = np.uint32(size + 0x38800000).view(np.float32) - np.uint32(0x38800000).view(np.float32)
+        return np.uint32(sign | np.int64(np.float32(small).view(np.uint32))).view(np.float32)
+    return np.uint32(sign | (size + 0x38000000)).view(np.float32)
+
+
+@kernel
+def _value(data: Bytes, at: np.uint64, coding: int) -> np.float32:
+    bits = np.uint64(data[at]) | (np.uint64(data[at + _1]) << _8)
+    if coding == FP32:
+        bits |= (np.uint64(data[at + _2]) << _16) | (np.uint64(data[at + _3]) << _24)
+    return _widen(bits, coding)
+
+
+@kernel
+def write_values(values: Floats, kept: Kept, coding: int, data: Bytes, at: int) -> None:
+    """Write the kept values from `at` on.  Memory: one read, one write of half or all of it."""
+    place = np.uint64(at)
+    for begin, end in kept:
+        for i in range(begin, end):
+            bits = _narrow(values[i], coding)
+            data[place] = np.uint8(bits)
+            data[place + _1] = np.uint8(bits >> _8)
+            if coding == FP32:
+                data[place + _2] = np.uint8(bits >> _16)
+                data[place + _3] = np.uint8(bits >> _24)
+                place += _4
+            else:
+                place += _2
+
+
+@kernel
+def read_values(data: Bytes, at: int, entries: int, coding: int, values: Floats) -> None:
+    """`values[i]` is the value of entry i, for all entries.  Memory: one read, one write."""
+    place = np.uint64(at)
+    step = _4 if coding == FP32 else _2
+    for i in range(entries):
+        values[i] = _value(data, place, coding)
+        place += step
+
+
+@kernel
+def rounded(values: Floats, coding: int, out: Floats) -> None:
+    """`out[i]` is what the receiver will see of `values[i]`.  Memory: one read, one write."""
+    for i in range(values.size):
+        out[i] = _widen(_narrow(values[i], coding), coding)
+
+
+# --- indices: write --------------------------------------------------------------------------------------------------
+
+
+@kernel
+def ascending(indices: Indices, elements: int) -> bool:
+    """True when the indices ascend strictly within [0, elements).  Memory: one read of the entries."""
+    good = True
+    for i in range(1, indices.size):
+        good &= indices[i] > indices[i - 1]
+    return good and (indices.size == 0 or (indices[0] >= 0 and indices[-1] < elements))
+
+
+@kernel
+def _code_bits(gap: int, parameter: int, width: int) -> int:
+    quotient = gap >> parameter
+    return quotient + 1 + parameter if quotient < LIMIT else LIMIT + width
+
+
+@kernel
+def rice_bits(indices: Indices, kept: Kept, parameter: int, width: int) -> int:
+    """Bits of the kept entries in Rice coding; `width` is the number of bits of the largest possible gap."""
+    bits = 0
+    previous = -1
+    for begin, end in kept:
+        for i in range(begin, end):
+            index = int(indices[i])
+            bits += _code_bits(index - previous - 1, parameter, width)
+            previous = index
+    return bits
+
+
+@kernel
+def rice_parameter(indices: Indices, kept: Kept, parameter: int, width: int) -> tuple[int, int]:
+    """The best parameter downhill from `parameter`, and its bits.  Memory: three reads of the entries, seldom more."""
+    least = rice_bits(indices, kept, parameter, width)
+    for step in (1, -1):
+        first = parameter
+        while 0 <= parameter + step <= LARGEST_PARAMETER:
+            bits = rice_bits(indices, kept, parameter + step, width)
+            if bits >= least:
+                break
+            least = bits
+            parameter += step
+        if parameter != first:
+            break
+    return parameter, least
+
+
+@kernel
+def rice_room(indices: Indices, start: int, room: int, value_bits: int, parameter: int, width: int) -> int:
+    """How many of the entries that end, cyclically, before position `start` fit `room` bits.  Memory: one read."""
+    count = indices.size
+    border = int(indices[start - 1]) if start > 0 else -1
+    fits = 0
+    bits = 0  # of the kept entries without the first of those that were added last: its gap depends on what follows
+    for kept in range(1, count):
+        position = start - kept if kept <= start else count + start - kept
+        index = int(indices[position])
+        before = -1 if position < start else border
+        if bits + _code_bits(index - before - 1, parameter, width) + kept * value_bits <= room:
+            fits = kept
+        before = int(indices[position - 1]) if position > 0 else -1
+        bits += _code_bits(index - before - 1, parameter, width)
+    return fits
+
+
+@kernel
+def write_rice(indices: Indices, kept: Kept, parameter: int, width: int, data: Bytes, at: int, stop: int) -> None:
+    """Write the codes of the kept entries into [at, stop), exactly the bytes they take.  One read, one write."""
+    place, last = np.uint64(at), np.uint64(stop)
+    pending, count = _0, _0  # fewer than 8 bits between two entries
+    previous = -1
+    shift = np.uint64(parameter)
+    mask = (_1 << shift) - _1
+    for begin, end in kept:
+        for i in range(begin, end):
+            index = int(indices[i])
+            gap = np.uint64(index - previous - 1)
+            previous = index
+            quotient = gap >> shift
+            if quotient < _16:
+                pending |= (((gap & mask) << _1) | _1) << (quotient + count)
+                count += quotient + _1 + shift
+            else:
+                pending |= gap << (_16 + count)
+                count += _16 + np.uint64(width)
+            if place + _8 <= last:  # bytes past `count` are written again by the entries that follow
+                data[place] = np.uint8(pending)
+                data[place + _1] = np.uint8(pending >> _8)
+                data[place + _2] = np.uint8(pending >> _16)
+                data[place + _3] = np.uint8(pending >> _24)
+                data[place + _4] = np.uint8(pending >> _32)
+                data[place + _5] = np.uint8(pending >> _40)
+                data[place + _6] = np.uint8(pending >> _48)
+                data[place + _7] = np.uint8(pending >> _56)
+                place += count >> _3
+                pending >>= count & ~_7
+                count &= _7
+            else:
+                while count >= _8:
+                    data[place] = np.uint8(pending)
+                    place += _1
+                    pending >>= _8
+                    count -= _8
+    if count > _0:
+        data[place] = np.uint8(pending)
+
+
+@kernel
+def write_u32(indices: Indices, kept: Kept, data: Bytes, at: int) -> None:
+    """Write the kept indices from `at` on, 4 bytes each.  One read, one write."""
+    place = np.uint64(at)
+    for begin, end in kept:
+        for i in range(begin, end):
+            index = np.uint64(indices[i])
+            data[place] = np.uint8(index)
+            data[place + _1] = np.uint8(index >> _8)
+            data[place + _2] = np.uint8(index >> _16)
+            data[place + _3] = np.uint8(index >> _24)
+            place += _4
+
+
+@kernel
+def write_bitmap(indices: Indices, kept: Kept, data: Bytes, at: int, stop: int) -> None:
+    """Write [at, stop), one bit an element.  One read of the entries, two writes of the bitmap."""
+    data[at:stop] = 0
+    for begin, end in kept:
+        for i in range(begin, end):
+            index = int(indices[i])
+            data[at + (index >> 3)] |= np.uint8(1 << (index & 7))
+
+
+# --- indices: read ---------------------------------------------------------------------------------------------------
+
+
+@kernel
+def _load(data: Bytes, at: np.uint64, stop: np.uint64) -> np.uint64:
+    """Eight bytes from `at` on, little endian; zeros stand for those from `stop` on."""
+    if at + _8 <= stop:
+        return np.uint64(
+            np.uint64(data[at])
+            | (np.uint64(data[at + _1]) << _8)
+            | (np.uint64(data[at + _2]) << _16)
+            | (np.uint64(data[at + _3]) << _24)
+            | (np.uint64(data[at + _4]) << _32)
+            | (np.uint64(data[at + _5]) << _40)
+            | (np.uint64(data[at + _6]) << _48)
+            | (np.uint64(data[at + _7]) << _56)
+        )
+    word, shift = _0, _0
+    while at < stop:
+        word |= np.uint64(data[at]) << shift
+        at += _1
+        shift += _8
+    return word
+
+
+@kernel
+def _next_gap(
+    data: Bytes, bit: np.uint64, stop: np.uint64, shift: np.uint64, width: np.uint64
+) -> tuple[np.uint64, np.uint64]:
+    """The gap whose code begins at `bit`, and the bit after it.  A window has 57 good bits, a code at most 47."""
+    window = _load(data, bit >> _3, stop) >> (bit & _7)
+    if window & _ESCAPE == _0:
+        return (window >> _16) & ((_1 << width) - _1), bit + _16 + width
+    quotient = np.uint64(_zeros(window))
+    rest = (window >> (quotient + _1)) & ((_1 << shift) - _1)
+    return (quotient << shift) | rest, bit + quotient + _1 + shift
+
+
+@kernel
+def _rice_end(data: Bytes, bit: np.uint64, stop: np.uint64, entries: int) -> Outcome:
+    """Nothing but zeros up to the next byte may follow the last code."""
+    if (bit + _7) >> _3 != stop:
+        return LEFT_OVER, entries, int(np.int64((bit + _7) >> _3))
+    if bit & _7 != _0 and data[bit >> _3] >> (bit & _7) != 0:
+        return LEFT_OVER, entries, int(np.int64(bit >> _3))
+    return GOOD, entries, 0
+
+
+@kernel
+def _read_gaps(
+    data: Bytes,
+    bit: np.uint64,
+    stop: np.uint64,
+    shift: np.uint64,
+    width: np.uint64,
+    before: int,
+    elements: int,
+    indices: Indices,
+) -> tuple[int, int, int, np.uint64]:
+    """Fill `indices` from the codes at `bit`; what is wrong, at which entry, the last index, the bit after them."""
+    index = before
+    for i in range(indices.size):
+        gap, bit = _next_gap(data, bit, stop, shift, width)
+        index += int(np.int64(gap)) + 1
+        if bit > stop << _3:
+            return ENDS_EARLY, i, index, bit
+        if index >= elements:
+            return PAST_THE_END, i, index, bit
+        indices[i] = index
+    return GOOD, indices.size, index, bit
+
+
+@kernel
+def read_rice(
+    data: Bytes, at: int, stop: int, parameter: int, width: int, elements: int, entries: int, indices: Indices
+) -> Outcome:
+    """`indices[i]` is the index of entry i, out of the codes in [at, stop).  One read, one write."""
+    last, shift, bits = np.uint64(stop), np.uint64(parameter), np.uint64(width)
+    wrong, entry, index, bit = _read_gaps(
+        data, np.uint64(at) << _3, last, shift, bits, -1, elements, indices[:entries]
+    )
+    if wrong != GOOD:
+        return wrong, entry, index
+    return _rice_end(data, bit, last, entries)
+
+
+@kernel
+def add_rice(
+    data: Bytes,
+    at: int,
+    stop: int,
+    parameter: int,
+    width: int,
+    entries: int,
+    values_at: int,
+    coding: int,
+    scale: np.float32,
+    out: Floats,
+) -> Outcome:
+    """`out[index] += value * scale` for every entry.  Memory: one read of the message, one cache line an entry.
+
+    Block by block: the loop that adds is short, so that the processor waits for many cache lines at once.  Decoding
+    each index just before its addition takes more than twice as long.
+    """
+    last, shift, bits = np.uint64(stop), np.uint64(parameter), np.uint64(width)
+    bit, index = np.uint64(at) << _3, -1
+    size = 4 if coding == FP32 else 2
+    scratch = np.empty(min(entries, BLOCK), np.int32)
+    values = np.empty(min(entries, BLOCK), np.float32)
+    for start in range(0, entries, BLOCK):
+        block = scratch[: min(BLOCK, entries - start)]
+        wrong, entry, index, bit = _read_gaps(data, bit, last, shift, bits, index, out.size, block)
+        if wrong != GOOD:
+            return wrong, start + entry, index
+        read_values(data, values_at + start * size, block.size, coding, values)
+        for i in range(block.size):
+            out[block[i]] += values[i] * scale
+    return _rice_end(data, bit, last, entries)
+
+
+@kernel
+def read_u32(data: Bytes, at: int, elements: int, entries: int, indices: Indices) -> Outcome:
+    """`indices[i]` is the index of entry i.  One read, one write."""
+    place = np.uint64(at)
+    previous = -1
+    for i in range(entries):
+        index = int(np.int64(_load(data, place, place + _4)))
+        place += _4
+        if index >= elements:
+            return PAST_THE_END, i, index
+        if index <= previous:
+            return NOT_ASCENDING, i, index
+        indices[i] = index
+        previous = index
+    return GOOD, entries, 0
+
+
+@kernel
+def add_u32(
+    data: Bytes, at: int, entries: int, values_at: int, coding: int, scale: np.float32, out: Floats
+) -> Outcome:
+    """`out[index] += value * scale` for every entry.  Memory: one read of the message, one cache line an entry."""
+    place = np.uint64(at)
+    values_place, step = np.uint64(values_at), _4 if coding == FP32 else _2
+    previous = -1
+    for i in range(entries):
+        index = int(np.int64(_load(data, place, place + _4)))
+        place += _4
+        if index >= out.size:
+            return PAST_THE_END, i, index
+        if index <= previous:
+            return NOT_ASCENDING, i, index
+        out[index] += _value(data, values_place, coding) * scale
+        values_place += step
+        previous = index
+    return GOOD, entries, 0
+
+
+@kernel
+def read_bitmap(data: Bytes, at: int, stop: int, elements: int, entries: int, indices: Indices) -> Outcome:
+    """`indices[i]` is the index of entry i, out of the bits in [at, stop).  One read, one write."""
+    count = 0
+    last = np.uint64(stop)
+    for start in range(at, stop, 8):
+        word = _load(data, np.uint64(start), last)
+        while word != _0:
+            index = (start - at) * 8 + int(np.int64(_zeros(word)))
+            word &= word - _1
+            if index >= elements:
+                return PAST_THE_END, count, index
+            if count == entries:
+                return TOO_MANY, count, index
+            indices[count] = index
+            count += 1
+    return GOOD if count == entries else TOO_FEW, count, 0
+
+
+@kernel
+def add_bitmap(
+    data: Bytes, at: int, stop: int, entries: int, values_at: int, coding: int, scale: np.float32, out: Floats
+) -> Outcome:
+    """`out[index] += value * scale` for every entry.  Memory: one read of the message, one cache line an entry."""
+    count = 0
+    last = np.uint64(stop)
+    place, step = np.uint64(values_at), _4 if coding == FP32 else _2
+    for start in range(at, stop, 8):
+        word = _load(data, np.uint64(start), last)
+        while word != _0:
+            index = (start - at) * 8 + int(np.int64(_zeros(word)))
+            word &= word - _1
+            if index >= out.size:
+                return PAST_THE_END, count, index
+            if count == entries:
+                return TOO_MANY, count, index
+            out[index] += _value(data, place, coding) * scale
+            place += step
+            count += 1
+    return GOOD if count == entries else TOO_FEW, count, 0
+
+
+@kernel
+def add_all(data: Bytes, values_at: int, coding: int, scale: np.float32, out: Floats) -> None:
+    """`out[i] += value * scale` for every element.  Memory: one read of the message, one pass over `out`."""
+    place, step = np.uint64(values_at), _4 if coding == FP32 else _2
+    for i in range(out.size):
+        out[i] += _value(data, place, coding) * scale
+        place += step

@@ -1,0 +1,53 @@
+"""What every codec needs, in plain torch: the finite test, accumulation, take, put back, add at indices.
+
+Tensors are flat, contiguous float32; indices are int32 and distinct within a call unless said otherwise.
+"""
+
+import torch
+from torch import Tensor
+
+TILE = 4096
+
+
+def all_finite(x: Tensor) -> bool:
+    """True when no element is NaN or infinite."""
+    return bool(torch.isfinite(x).all())
+
+
+def accumulate(residual: Tensor, gradient: Tensor) -> bool:
+    """`residual += gradient`, tile by tile; a tile whose sum is not finite everywhere stays as it was.
+
+    True when every tile was added.
+    """
+    finite = True
+    for start in range(0, residual.numel(), TILE):
+        tile = slice(start, start + TILE)
+        total = residual[tile] + gradient[tile]
+        if all_finite(total):
+            residual[tile] = total
+        else:
+            finite = False
+    return finite
+
+
+def take(residual: Tensor, indices: Tensor, values: Tensor) -> None:
+    """`values[i] = residual[indices[i]]`, and zero there."""
+    values[:] = residual[indices.long()]
+    residual[indices.long()] = 0.0
+
+
+def put_back(residual: Tensor, indices: Tensor, values: Tensor) -> None:
+    """`residual[indices[i]] += values[i]`; what `take` took, or the part of it that was not sent."""
+    residual[indices.long()] += values
+
+
+def add_at(out: Tensor, indices: Tensor, values: Tensor, scale: float) -> None:
+    """`out[indices[i]] += values[i] * scale` in float32, product rounded first, in order; indices may repeat."""
+    for index, value in zip(indices.tolist(), values * torch.tensor(scale, dtype=torch.float32), strict=True):
+        out[index] += value
+
+
+def write_at(out: Tensor, indices: Tensor, values: Tensor, scale: float) -> None:
+    """Zero everywhere, then `out[indices[i]] = values[i] * scale`."""
+    out.zero_()
+    out[indices.long()] = values * torch.tensor(scale, dtype=torch.float32)
