@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,7 +28,7 @@ HANG_SECONDS = 60.0
 GLOO_SECONDS = 40.0
 
 
-class RankFailed(AssertionError):
+class RankError(AssertionError):
     """A rank raised: its traceback is the message."""
 
 
@@ -79,8 +80,9 @@ def outcomes(
                 for rank in stuck:
                     with contextlib.suppress(OSError):
                         os.kill(pool.processes[rank].pid or 0, signal.SIGUSR1)  # prints all stacks
+                time.sleep(1.0)
                 pool.close()
-                raise RankFailed(f"ranks {stuck} hang for {hang} s; the others: {results}")
+                raise RankError(f"ranks {stuck} hang for {hang} s; the others: {results}")
             for pipe in ready:
                 rank = pool.pipes.index(pipe)
                 try:
@@ -100,7 +102,7 @@ def run(size: int, job: Callable[..., Any], *args: Any, hang: float = HANG_SECON
     ended = outcomes(size, job, *args, hang=hang)
     failures = [f"rank {rank}: {kind}\n{what}" for rank, (kind, what) in enumerate(ended) if kind != "ok"]
     if failures:
-        raise RankFailed("\n\n".join(failures))
+        raise RankError("\n\n".join(failures))
     return [what for _, what in ended]
 
 

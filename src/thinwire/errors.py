@@ -43,7 +43,7 @@ class AttachError(ThinwireError):
     """`attach` refuses: the module, the options or the ranks do not fit; nothing was changed."""
 
 
-class ExchangeError(ThinwireError):
+class ExchangeError(ThinwireError, RuntimeError):
     """An exchange failed: names group, step, collective and rank. The wire is closed after it."""
 
 

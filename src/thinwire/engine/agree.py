@@ -64,7 +64,7 @@ def rehearse(codec: Codec) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (50, 60), "kernel": (10, 8, 5, 5), "vector": (8,)}
     tensors = [describe(name, torch.empty(shape)) for name, shape in shapes.items()]
-    runner = Runner(LocalWorld(2), build([tensors], codec, min_elements=64), threaded=False)
+    runner = Runner(LocalWorld(2), build([tensors], codec, min_elements=64))
     for step in range(4):
         buffers = [torch.randn(5008, generator=generator) for _ in range(2)]
         if step == 2:

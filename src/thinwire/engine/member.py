@@ -117,7 +117,7 @@ class Member:
                 run.bytes += size
                 yield Collective("gather", run.state.outgoing, incoming)
                 finite &= self._read_headers(run, incoming, size)
-                answer = list(incoming.split(size))
+                answer = list(incoming.view(self.world, size))
             elif isinstance(request, Sum):
                 values, tail = request.values, run.info.tail if request.tail else 0
                 if tail:

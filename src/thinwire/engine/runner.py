@@ -48,7 +48,6 @@ class Runner:
         world: World,
         layout: Layout,
         *,
-        threaded: bool,
         protected: bool = False,
         tests_results: bool = False,
         tracks_unused: bool = False,
@@ -73,8 +72,6 @@ class Runner:
         self._lock = threading.Lock()
         self._open: list[_Arrival] = []
         self._thread: threading.Thread | None = None
-        if threaded:
-            self.start_thread()
 
     def start_thread(self) -> None:
         """From now on exchanges run in a thread of their own."""
@@ -116,13 +113,11 @@ class Runner:
                 raise
 
     def stop(self) -> None:
-        """End the thread of an idle runner; the world stays open for another."""
+        """End the thread; the world stays open, for another runner. What still waits is left to the end of the process."""
         with self._lock:
-            if self._open:
-                raise ExchangeError("a step is under way")
-            self.error = WireClosed("it was replaced")
+            self.error = self.error or WireClosed("it was stopped")
         self._inbox.put(None)
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,17 +41,26 @@ class Wire:
 
     def freeze(self, layout: Layout) -> Runner:
         """From now on exchange by this layout."""
-        if self.runner is not None:
-            self.runner.stop()
-        self.runner = Runner(
+        return self._use(self._make(layout))
+
+    def _make(self, layout: Layout) -> Runner:
+        return Runner(
             self.world,
             layout,
-            threaded=isinstance(self.world, TorchWorld),
             protected=self._protected,
             tests_results=self._guarded or self._protected,
             tracks_unused=self._tracks_unused,
         )
-        return self.runner
+
+    def _use(self, runner: Runner) -> Runner:
+        if self.runner is not None:
+            self.runner.stop()
+        if isinstance(self.world, TorchWorld):
+            runner.start_thread()
+            # When the wire is forgotten, and before the interpreter goes down under a thread that still runs.
+            weakref.finalize(self, runner.stop)
+        self.runner = runner
+        return runner
 
     def interrupt(self) -> None:
         if self.runner is not None:
@@ -152,19 +162,7 @@ class Wire:
             if self.runner is not None and self.runner.statistics.steps:
                 raise StateError("the state was saved before the layout was frozen; this wire has already begun to compress")
             return
-        previous = self.runner
-        candidate = Runner(
-            self.world,
-            layout,
-            threaded=False,
-            protected=self._protected,
-            tests_results=self._guarded or self._protected,
-            tracks_unused=self._tracks_unused,
-        )
+        candidate = self._make(layout)
         for meta in metas:
             state.restore(candidate, saved, meta)
-        if previous is not None:
-            previous.stop()
-        if isinstance(self.world, TorchWorld):
-            candidate.start_thread()
-        self.runner = candidate
+        self._use(candidate)

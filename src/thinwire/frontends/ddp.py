@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import Codec, parse
@@ -121,7 +123,7 @@ class DDPWire(Wire):
     ) -> None:
         tracks_unused = module.find_unused_parameters or module.static_graph
         super().__init__(world, codec, tensors, protected=scaler is not None, tracks_unused=tracks_unused)
-        self._group = world.groups[0]
+        self._torch_world = world
         self._scaler = scaler
         self._exclude, self._min_elements = exclude, min_elements
         named = _parameters(module)
@@ -129,7 +131,7 @@ class DDPWire(Wire):
         self._used: set[int] = set()
         if tracks_unused:
             for parameter in named.values():
-                parameter.register_post_accumulate_grad_hook(_marker(self._used))
+                parameter.register_post_accumulate_grad_hook(_marker(self._used))  # type: ignore[no-untyped-call]
         self._infos = {tensor.name: tensor for tensor in tensors}
         self._buckets: list[list[TensorInfo]] = []
         # DDP rebuilds its buckets once, after the first step (the second with static_graph), unless it searches for
@@ -138,7 +140,7 @@ class DDPWire(Wire):
         if module._has_rebuilt_buckets or (module.find_unused_parameters and not module.static_graph):
             self._steps_until_final = 0
         self._closed: BaseException | None = None
-        self._flying: list[torch.futures.Future[Tensor]] = []
+        self._flying: list[Future[Tensor]] = []
 
     def announce(self) -> None:
         """Say once, on rank 0, what is compressed and how."""
@@ -164,10 +166,18 @@ class DDPWire(Wire):
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 
-    def on_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if self._closed is not None or self.error is not None:
-            cause = self._closed or self.error
-            raise WireClosed(f"this wire is closed: {cause}") from cause
+    def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
+        # A hook that raises leaves DDP in pieces: it must be told through the future.
+        try:
+            return self._exchange(bucket)
+        except Exception as error:
+            failed = Future[Any]()
+            failed.set_result(error)
+            return failed.then(_unwrap)
+
+    def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        if self._closed is not None:
+            raise WireClosed(f"this wire is closed: {self._closed}") from self._closed
         buffer = bucket.buffer()
         if self.codec.direct or self.runner is None:
             future = self._direct(bucket.index(), buffer)
@@ -177,23 +187,23 @@ class DDPWire(Wire):
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         if bucket.index() == 0 and self._scaler is not None:
             self.runner.members[0].scale = float(self._scaler.get_scale())
-        future = torch.futures.Future[Any]()
+        ended = Future[Any]()
 
         def done(error: BaseException | None) -> None:
             # Never set_exception: DDP would say that it cannot cast it to a tensor.
-            future.set_result(buffer if error is None else error)
+            ended.set_result(buffer if error is None else error)
 
         self.runner.submit(names, [buffer], done, [self._unused(names)])
         if bucket.is_last():
             self._used.clear()
-        return future.then(_unwrap)
+        return ended.then(_unwrap)
 
-    def _direct(self, index: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+    def _direct(self, index: int, buffer: Tensor) -> Future[Tensor]:
         """The mean by one all-reduce, issued right here: nothing can be faster through a Python hook."""
         step, rank = self.dense_steps, self.world.members[0]
-        work = dist.all_reduce(buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+        work = dist.all_reduce(buffer, op=dist.ReduceOp.AVG, group=self._torch_world.groups[0], async_op=True)
 
-        def result(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        def result(future: Future[list[Tensor]]) -> Tensor:
             try:
                 return future.value()[0]
             except RuntimeError as error:
@@ -201,13 +211,13 @@ class DDPWire(Wire):
                     f"bucket {index}, dense step {step}, all-reduce (average), rank {rank}: {error}"
                 ) from error
 
-        future = work.get_future().then(result)
+        future: Future[Tensor] = work.get_future().then(result)
         if index == 0:
             self._flying.clear()
         self._flying.append(future)
         return future
 
-    def _record(self, bucket: dist.GradBucket) -> None:
+    def _record(self, bucket: GradBucket) -> None:
         """Note what DDP's buckets hold; once they are final, freeze the layout for the steps to come."""
         self._buckets.append([self._infos[self._names[id(parameter)]] for parameter in bucket.parameters()])
         if bucket.is_last():
@@ -246,11 +256,11 @@ def _marker(used: set[int]) -> Callable[[Tensor], None]:
     return mark
 
 
-def _exchange_bucket(state: DDPWire, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _exchange_bucket(state: DDPWire, bucket: GradBucket) -> Future[torch.Tensor]:
     return state.on_bucket(bucket)
 
 
-def _unwrap(future: torch.futures.Future[Any]) -> Tensor:
+def _unwrap(future: Future[Any]) -> Tensor:
     value = future.value()
     if isinstance(value, BaseException):
         raise ExchangeError(explain(value)) from value

@@ -1,0 +1,165 @@
+"""What happens when something breaks, on real gloo processes: nobody hangs, nobody is aborted, everybody is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import thinwire
+from tests.models import batch, digest, train, wrapped
+from tests.ranks import outcomes, run
+from thinwire.codecs import CodecState, Message, register
+
+
+@dataclass(frozen=True)
+class Faulty(thinwire.TopK):
+    """A codec with a defect on one rank."""
+
+    rank: int = 1
+    step: int = 3
+
+    def encode(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Message:
+        if (state.rank, state.step) == (self.rank, self.step) and state.world == 3:
+            raise ZeroDivisionError("on purpose")
+        return super().encode(gradient, residual, state)
+
+
+register("faulty", Faulty)
+
+
+def _codec_fails() -> str:
+    ddp = wrapped()
+    wire = thinwire.attach(ddp, Faulty(0.05), min_elements=100)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        train(ddp, optimizer, range(20))
+    assert time.monotonic() - begun < 30
+    assert wire.error is not None
+    for thread in threading.enumerate():
+        if thread.name == "thinwire":
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        train(ddp, optimizer, range(1))
+    return str(caught.value)
+
+
+def test_codec_that_raises_on_one_rank() -> None:
+    texts = run(3, _codec_fails)
+    assert "ZeroDivisionError: on purpose" in texts[1]
+    assert "in encode" in texts[1], "the rank with the defect sees its own traceback"
+    for rank in (0, 2):
+        assert "group 0, step 3, all-gather of round 1" in texts[rank], texts[rank]
+
+
+def _stall(folder: str) -> str:
+    """Rank 0 waits in backward for the others, which do not come; then Ctrl-C."""
+    ddp = wrapped()
+    thinwire.attach(ddp, "topk(density=0.05)", min_elements=100)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    train(ddp, optimizer, range(4))
+    if dist.get_rank() != 0:
+        time.sleep(6)
+        os._exit(0)
+    sent: list[float] = []
+
+    def press() -> None:
+        time.sleep(1.0)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    try:
+        train(ddp, optimizer, range(4, 8))
+    except KeyboardInterrupt:
+        kind = "KeyboardInterrupt"
+    except RuntimeError as error:
+        kind = f"RuntimeError {error}"
+    took = time.monotonic() - sent[0]
+    with open(os.path.join(folder, "outcome"), "w") as file:
+        file.write(f"{kind} {took:.2f}")
+    raise SystemExit(3)
+
+
+def test_interrupt_in_the_middle_of_backward(tmp_path: object) -> None:
+    begun = time.monotonic()
+    outcomes(3, _stall, str(tmp_path), gloo=40.0)
+    kind, took = open(os.path.join(str(tmp_path), "outcome")).read().rsplit(" ", 1)
+    assert kind == "KeyboardInterrupt"
+    assert float(took) < 3.0
+    assert time.monotonic() - begun < 35, "nothing waited for the timeout of the process group"
+
+
+def _lose_a_rank() -> str:
+    ddp = wrapped()
+    thinwire.attach(ddp, "topk(density=0.05)", min_elements=100)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def die(step: int) -> None:
+        if step == 5 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RuntimeError) as caught:
+        train(ddp, optimizer, range(20), spoil=die)
+    raise SystemExit(str(caught.value))
+
+
+def test_a_rank_that_is_killed() -> None:
+    ended = outcomes(3, _lose_a_rank, gloo=20.0)
+    assert ended[1] == ("exit", -signal.SIGKILL)
+    for rank in (0, 2):
+        kind, text = ended[rank]
+        assert kind == "error"
+        assert "step 3" in text, text  # two dense steps came first
+        assert "all-gather" in text
+
+
+def _two_models() -> tuple[str, str]:
+    """One backward through two wires, whose buckets become ready in another order on each rank.
+
+    Each module has a process group of its own, and the order differs only after DDP has rebuilt its buckets: DDP itself
+    waits for the other ranks there.
+    """
+    groups = [dist.new_group(), dist.new_group()]
+    modules = [
+        wrapped(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 10)), process_group=groups[0]),
+        wrapped(process_group=groups[1]),
+    ]
+    wires = [thinwire.attach(ddp, "topk(density=0.05)", min_elements=100) for ddp in modules]
+    optimizer = torch.optim.SGD([p for ddp in modules for p in ddp.parameters()], lr=0.1)
+    for step in range(30):
+        inputs, targets = batch(step, dist.get_rank())
+        optimizer.zero_grad()
+        order = modules if step < 3 or (step + dist.get_rank()) % 2 else modules[::-1]
+        sum(nn.functional.cross_entropy(ddp(inputs), targets) for ddp in order).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    assert all(wire.stats()["steps"] == 28 for wire in wires)
+    return digest(modules[0]), digest(modules[1])
+
+
+def test_two_models_that_become_ready_in_different_order() -> None:
+    results = run(3, _two_models)
+    assert len(set(results)) == 1
+
+
+def _straggler() -> list[float]:
+    ddp = wrapped()
+    wire = thinwire.attach(ddp, "topk(density=0.05)", min_elements=100)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    train(ddp, optimizer, range(10), spoil=lambda step: time.sleep(0.05 if dist.get_rank() == 1 else 0.0))
+    return [stats["wire_seconds"] for stats in wire.stats_of_all_ranks()]
+
+
+def test_a_straggler_shows_in_the_waits() -> None:
+    waits = run(3, _straggler)[0]
+    assert min(waits) == waits[1]
+    assert waits[1] < 0.5 * min(waits[0], waits[2])
