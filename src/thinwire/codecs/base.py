@@ -129,7 +129,11 @@ class Codec:
         raise NotImplementedError
 
     def undo(self, residual: Tensor, state: CodecState) -> None:
-        """Put back into the residual what this step's exchange took out: the step is void on all ranks."""
+        """Put back into the residual what this step's exchange took out, and forget what the state learnt from it.
+
+        Called when the step turns out to be void on all ranks. What was learnt and is only used after `commit` needs no
+        undoing.
+        """
 
     def commit(self, states: Sequence[CodecState]) -> None:
         """The step counts: move what is learnt from it (thresholds). `states` are those of all groups of this codec."""

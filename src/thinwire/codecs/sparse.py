@@ -29,19 +29,25 @@ def cut_runs(packed: messages.Packed, entries: int) -> list[tuple[int, int]]:
 class SparseState(CodecState):
     """Scratch of a sparsifier: room for the entries of one message."""
 
+    indices: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     values: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     sent: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
 
-    def room(self, entries: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def room(self, entries: int) -> None:
+        """Let `indices` and `values` hold that many entries; grows rarely, and never shrinks."""
         if entries > self.values.size:
-            self.values = np.empty(entries + entries // 4, np.float32)
-            self.sent = np.empty_like(self.values)
-        return self.values[:entries], self.sent[:entries]
+            self.indices = np.empty(entries + entries // 4, np.int32)
+            self.values = np.empty(self.indices.size, np.float32)
+
+    def sent_room(self, entries: int) -> NDArray[np.float32]:
+        if entries > self.sent.size:
+            self.sent = np.empty(entries + entries // 4, np.float32)
+        return self.sent[:entries]
 
 
 @dataclass(frozen=True)
 class SparseCodec(GatheredCodec):
-    """A codec that sends chosen elements: subclasses write `select`, and `entries` for the estimate."""
+    """A codec that sends chosen elements: subclasses write `pick`."""
 
     density: float = 0.01
     values: str = "fp32"
@@ -55,8 +61,13 @@ class SparseCodec(GatheredCodec):
     def start(self, group: GroupInfo, rank: int, world: int) -> SparseState:
         return SparseState(group, rank, world)
 
-    def select(self, gradient: Tensor, residual: Tensor, state: CodecState) -> tuple[bool, NDArray[np.int32]]:
-        """Accumulate the gradient into the residual and choose: whether all was finite, ascending indices."""
+    def pick(
+        self, gradient: Tensor, residual: Tensor, state: SparseState
+    ) -> tuple[bool, NDArray[np.int32], NDArray[np.float32]]:
+        """Accumulate the gradient into the residual and take the chosen elements out of it.
+
+        Returns whether all was finite, ascending indices, and their values; nothing is taken where it was not.
+        """
         raise NotImplementedError
 
     def target(self, group: GroupInfo) -> int:
@@ -69,16 +80,13 @@ class SparseCodec(GatheredCodec):
 
         assert isinstance(state, SparseState)
         coding = VALUE_CODINGS[self.values]
-        finite, indices = self.select(gradient, residual, state)
-        if not finite:
-            indices = indices[:0]
-        values, sent = state.room(indices.size)
+        finite, indices, values = self.pick(gradient, residual, state)
         flat = residual.numpy()
-        basic.take(flat, indices, values)
         packed = messages.pack(
             indices, values, residual.numel(), state.outgoing.numpy(), coding, rotation=state.step, finite=finite
         )
         if coding != ValueCoding.FP32:
+            sent = state.sent_room(values.size)
             messages.rounded(values, coding, sent)
             np.subtract(values, sent, out=sent)
             basic.put_back(flat, indices, sent)

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .base import CodecState, Estimate, GroupInfo
-from .sparse import SparseCodec
+from .base import Estimate, GroupInfo
+from .sparse import SparseCodec, SparseState
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,21 @@ class TopK(SparseCodec):
     same much faster.
     """
 
-    def select(self, gradient: Tensor, residual: Tensor, state: CodecState) -> tuple[bool, NDArray[np.int32]]:
+    def pick(
+        self, gradient: Tensor, residual: Tensor, state: SparseState
+    ) -> tuple[bool, NDArray[np.int32], NDArray[np.float32]]:
         from ..kernels.cpu import basic
 
-        finite = basic.accumulate(residual.numpy(), gradient.numpy())
+        flat = residual.numpy()
+        if not basic.accumulate(flat, gradient.numpy()):
+            return False, state.indices[:0], state.values[:0]
         largest = torch.topk(residual.abs(), self.target(state.group), sorted=False).indices
-        ascending = largest.to(torch.int32).sort().values.numpy()
-        return finite, ascending[residual.numpy()[ascending] != 0]
+        indices = largest.to(torch.int32).sort().values.numpy()
+        indices = indices[flat[indices] != 0]
+        state.room(indices.size)
+        values = state.values[: indices.size]
+        basic.take(flat, indices, values)
+        return True, indices, values
 
     def estimate(self, group: GroupInfo, world: int) -> Estimate:
         return Estimate(gathered=super().estimate(group, world).gathered, passes=100.0)

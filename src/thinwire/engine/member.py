@@ -98,6 +98,7 @@ class Member:
             gradient.mul_(1.0 / self.scale)
         run.state.step = self.step
         run.bytes = run.entries = 0
+        run.wanted = -1
         self._make_room(run)
         finite = True
         steps = run.codec.exchange(gradient, residual, run.state)
@@ -188,13 +189,13 @@ class Member:
         if self.off:
             self.skipped += 1
             for index, run in enumerate(self.groups):
-                if run.codec.keeps_residual and not self.residuals.roll_back(index):
-                    run.codec.undo(self.residuals.flat[index], run.state)
+                run.codec.undo(self.residuals.flat[index], run.state)
+                self.residuals.roll_back(index)
         else:
             by_codec: dict[Codec, list[CodecState]] = {}
             for run in self.groups:
                 by_codec.setdefault(run.codec, []).append(run.state)
-                if run.capacity is not None:
+                if run.capacity is not None and run.wanted >= 0:
                     run.capacity.observe(run.wanted)
             for codec, states in by_codec.items():
                 codec.commit(states)

@@ -30,12 +30,10 @@ class ResidualStore:
         if self._before is not None:
             self._before[index].copy_(self.flat[index])
 
-    def roll_back(self, index: int) -> bool:
-        """Restore the residual of a void step; False if no copy is kept, and the codec must put back what it sent."""
-        if self._before is None:
-            return False
-        self.flat[index].copy_(self._before[index])
-        return True
+    def roll_back(self, index: int) -> None:
+        """The step is void: restore the residual if a copy is kept. Otherwise the codec has put back what it sent."""
+        if self._before is not None:
+            self.flat[index].copy_(self._before[index])
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """A view of each parameter's residual, shaped like the parameter."""
