@@ -1,6 +1,6 @@
 """thinwire: train PyTorch models fast over slow networks."""
 
-from .codecs import Cast, Codec, Dense, TopK, parse, register
+from .codecs import AdaComp, Cast, Codec, Dense, LaplaceTopK, MiCRO, RandomBlock, TopK, parse, register
 from .engine.exchange import Exchange
 from .engine.wire import Wire
 from .errors import ThinwireError
@@ -9,11 +9,15 @@ from .schemes.world import LocalWorld
 from .version import __version__
 
 __all__ = [
+    "AdaComp",
     "Cast",
     "Codec",
     "Dense",
     "Exchange",
+    "LaplaceTopK",
     "LocalWorld",
+    "MiCRO",
+    "RandomBlock",
     "ThinwireError",
     "TopK",
     "Wire",

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,15 +86,14 @@ def _stall(folder: str) -> str:
     except RuntimeError as error:
         kind = f"RuntimeError {error}"
     took = time.monotonic() - sent[0]
-    with open(os.path.join(folder, "outcome"), "w") as file:
-        file.write(f"{kind} {took:.2f}")
+    (Path(folder) / "outcome").write_text(f"{kind} {took:.2f}")
     raise SystemExit(3)
 
 
-def test_interrupt_in_the_middle_of_backward(tmp_path: object) -> None:
+def test_interrupt_in_the_middle_of_backward(tmp_path: Path) -> None:
     begun = time.monotonic()
     outcomes(3, _stall, str(tmp_path), gloo=40.0)
-    kind, took = open(os.path.join(str(tmp_path), "outcome")).read().rsplit(" ", 1)
+    kind, took = (tmp_path / "outcome").read_text().rsplit(" ", 1)
     assert kind == "KeyboardInterrupt"
     assert float(took) < 3.0
     assert time.monotonic() - begun < 35, "nothing waited for the timeout of the process group"

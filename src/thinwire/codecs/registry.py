@@ -10,15 +10,23 @@ import dataclasses
 import difflib
 
 from ..errors import CodecTextError
+from .adacomp import AdaComp
 from .base import Codec
 from .cast import Cast
 from .dense import Dense
+from .laplace import LaplaceTopK
+from .micro import MiCRO
+from .randomblock import RandomBlock
 from .topk import TopK
 
 CODECS: dict[str, type[Codec]] = {
     "dense": Dense,
     "cast": Cast,
     "topk": TopK,
+    "laplace": LaplaceTopK,
+    "micro": MiCRO,
+    "adacomp": AdaComp,
+    "randomblock": RandomBlock,
 }
 
 
@@ -80,7 +88,9 @@ def parse(text: str) -> Codec:
         try:
             arguments[name] = ast.literal_eval(value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-            raise CodecTextError(f"{text!r}: the value of {name!r} is not a number, a text or a truth value") from error
+            raise CodecTextError(
+                f"{text!r}: the value of {name!r} is not a number, a text or a truth value"
+            ) from error
     try:
         return kind(**arguments)
     except (TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..codecs import Codec
-from ..errors import AttachError
+from ..errors import AttachError, ThinwireError
 from ..version import __version__
 
 
@@ -19,7 +19,9 @@ def agree(group: dist.ProcessGroup | None, facts: Mapping[str, Any], error: str 
 
     A mismatch found later does not raise in gloo: it aborts the peer.
     """
-    mine = {"version": __version__, "world": dist.get_world_size(group), **facts} if error is None else {"error": error}
+    mine = (
+        {"version": __version__, "world": dist.get_world_size(group), **facts} if error is None else {"error": error}
+    )
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     if error is not None:
@@ -40,6 +42,11 @@ def _difference(key: str, first: Any, other: Any, rank: int) -> str:
                 return f"{key}: rank 0 has {a}, rank {rank} has {b}"
         return f"{key}: rank 0 has {len(first)}, rank {rank} has {len(other)}"
     return f"{key}: rank 0 has {first!r}, rank {rank} has {other!r}"
+
+
+def problem_of(error: Exception) -> str:
+    """What goes wrong on this rank, as one line for all of them."""
+    return str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}"
 
 
 def compile_kernels(group: dist.ProcessGroup | None, codec: Codec) -> None:

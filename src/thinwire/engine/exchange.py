@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs import Codec, parse
-from ..errors import ExchangeError
+from ..errors import AttachError, ExchangeError
 from ..schemes.world import LocalWorld, TorchWorld
-from .agree import agree, compile_kernels
-from .layout import Exclude, TensorInfo, build, describe
+from .agree import agree, compile_kernels, problem_of
+from .layout import Exclude, Layout, TensorInfo, build, describe, excluded
 from .wire import Wire
 
 GROUP_BYTES = 16 << 20
@@ -37,16 +39,34 @@ class Exchange(Wire):
         group_bytes: int = GROUP_BYTES,
         timeout: timedelta | None = None,
     ) -> None:
-        codec = parse(codec) if isinstance(codec, str) else codec
-        tensors = [describe(name, tensor) for name, tensor in dict(named_tensors).items()]
-        layout = build(_buckets(tensors, group_bytes), codec, exclude=exclude, min_elements=min_elements)
+        error: str | None = None
+        tensors: list[TensorInfo] = []
+        layout = Layout(())
+        facts: dict[str, Any] = {}
+        try:
+            codec = parse(codec) if isinstance(codec, str) else codec
+            tensors = [describe(name, tensor) for name, tensor in dict(named_tensors).items()]
+            _check(tensors)
+            layout = build(_buckets(tensors, group_bytes), codec, exclude=exclude, min_elements=min_elements)
+            facts = {
+                "codec": str(codec),
+                "tensors": tensors,
+                "excluded": excluded(tensors, exclude),
+                "options": (min_elements, group_bytes),
+            }
+        except Exception as problem:  # of any kind: the other ranks wait to hear of it
+            if isinstance(process_group, LocalWorld):
+                raise
+            error = problem_of(problem)
         world: LocalWorld | TorchWorld
         if isinstance(process_group, LocalWorld):
             world = process_group
         else:
-            agree(process_group, {"codec": str(codec), "tensors": tensors, "layout": layout.to_json()})
+            agree(process_group, facts, error)
+            assert isinstance(codec, Codec)
             compile_kernels(process_group, codec)
             world = TorchWorld(process_group, max(c.rounds for c in layout.codecs()) if layout.groups else 1, timeout)
+        assert isinstance(codec, Codec)
         super().__init__(world, codec, tensors)
         self._names = tuple(tensor.name for tensor in tensors)
         self.freeze(layout)
@@ -88,6 +108,12 @@ class Exchange(Wire):
             raise
         if errors:
             raise errors[0]
+
+
+def _check(tensors: Sequence[TensorInfo]) -> None:
+    for tensor in tensors:
+        if not getattr(torch, tensor.dtype).is_floating_point:
+            raise AttachError(f"{tensor.name!r} is {tensor.dtype}: only real floating-point tensors can be exchanged")
 
 
 def _buckets(tensors: Sequence[TensorInfo], limit: int) -> list[list[TensorInfo]]:

@@ -19,7 +19,7 @@ from ..codecs import Codec, GroupInfo, ParameterInfo, parse
 from ..codecs.registry import to_text
 
 Role = Literal["coded", "ride", "elsewhere"]
-Exclude = Sequence[str] | Callable[[str], bool]
+Exclude = str | Sequence[str] | Callable[[str], bool]
 
 SMALL_GROUP = "small tensors"
 
@@ -113,7 +113,19 @@ def excludes(exclude: Exclude, name: str) -> bool:
     """Whether the user keeps this tensor dense: shell patterns on its name, or a function of it."""
     if callable(exclude):
         return bool(exclude(name))
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+    patterns = [exclude] if isinstance(exclude, str) else exclude
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def excluded(tensors: Sequence[TensorInfo], exclude: Exclude) -> list[str]:
+    """The names of the tensors that the user keeps dense."""
+    patterns: Sequence[object] = () if callable(exclude) or isinstance(exclude, str) else exclude
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"exclude takes patterns on parameter names, as in '*.bias', or a function; not {pattern!r}"
+            )
+    return [tensor.name for tensor in tensors if excludes(exclude, tensor.name)]
 
 
 def build(

@@ -78,7 +78,9 @@ class Member:
     def _start(self, group: Group, codec: Codec) -> GroupRun:
         info = group.info()
         gathered = codec.estimate(info, self.world).gathered
-        capacity = Capacity(gathered, codec.smallest_capacity(info)) if gathered else None
+        # No codec needs more than every element with its index, as plain words.
+        largest = HEADER_BYTES + 8 * info.elements
+        capacity = Capacity(gathered, codec.smallest_capacity(info), largest) if gathered else None
         return GroupRun(group, info, codec, codec.start(info, self.rank, self.world), capacity)
 
     # -- one group -----------------------------------------------------------------------------------------------------
@@ -130,7 +132,8 @@ class Member:
                 yield Collective("average" if request.average else "sum", values)
                 if tail:
                     torch.mul(values[-tail:-1], 1.0 if request.average else 1.0 / self.world, out=riders)
-                    finite &= not bool(torch.isnan(values[-1])) and all_finite(riders)
+                if tail or run.codec.keeps_residual:
+                    finite &= all_finite(values)  # flag, riders, and sums of finite values that overflow
                 answer = values
             else:
                 raise ExchangeError(f"{run.codec} yielded {type(request).__name__}, neither Gather nor Sum")

@@ -88,7 +88,9 @@ def read_meta(state: Mapping[str, Any], *, rank: int, world: int, codec: str, te
     if meta.layout is not None:
         _check_layout(meta.layout, tensors)
         if len(meta.capacities) != len(meta.layout.groups) or len(meta.numbers) != len(meta.layout.groups):
-            raise StateError(f"{key!r} has {len(meta.layout.groups)} groups, but capacities or numbers of another count")
+            raise StateError(
+                f"{key!r} has {len(meta.layout.groups)} groups, but capacities or numbers of another count"
+            )
         meta.layout.codecs()
     return meta
 
@@ -119,7 +121,9 @@ def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
         key = f"rank{meta.rank}.residual.{name}"
         saved = state.get(key)
         if not isinstance(saved, Tensor) or saved.shape != residual.shape or saved.dtype != residual.dtype:
-            found = "missing" if saved is None else f"{getattr(saved, 'dtype', type(saved))} {getattr(saved, 'shape', '')}"
+            found = (
+                "missing" if saved is None else f"{getattr(saved, 'dtype', type(saved))} {getattr(saved, 'shape', '')}"
+            )
             raise StateError(f"{key!r} should be a float32 tensor of shape {tuple(residual.shape)}, but is {found}")
         if not bool(torch.isfinite(saved).all()):
             raise StateError(f"{key!r} holds a value that is not finite")

@@ -160,7 +160,9 @@ class Wire:
         layout = metas[0].layout
         if layout is None:
             if self.runner is not None and self.runner.statistics.steps:
-                raise StateError("the state was saved before the layout was frozen; this wire has already begun to compress")
+                raise StateError(
+                    "the state was saved before the layout was frozen; this wire has already begun to compress"
+                )
             return
         candidate = self._make(layout)
         for meta in metas:

@@ -44,7 +44,9 @@ class ResidualStore:
                     yield parameter.name, flat[parameter.offset : stop].view(parameter.shape)
 
     def norm(self) -> float:
-        return float(torch.stack([flat.double().square().sum() for flat in self.flat]).sum().sqrt()) if self.flat else 0.0
+        return (
+            float(torch.stack([flat.double().square().sum() for flat in self.flat]).sum().sqrt()) if self.flat else 0.0
+        )
 
     @property
     def bytes(self) -> int:

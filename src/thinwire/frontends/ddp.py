@@ -14,11 +14,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import Codec, parse
-from ..engine.agree import agree, compile_kernels
-from ..engine.layout import Exclude, Layout, TensorInfo, build, describe, excludes, kinds_of
+from ..engine.agree import agree, compile_kernels, problem_of
+from ..engine.layout import Exclude, Layout, TensorInfo, build, describe, excluded, kinds_of
 from ..engine.runner import explain
 from ..engine.wire import Wire
-from ..errors import AttachError, ExchangeError, ThinwireError, WireClosed
+from ..errors import AttachError, ExchangeError, WireClosed
 from ..log import logger, set_up
 from ..schemes.world import TorchWorld
 
@@ -56,20 +56,21 @@ def attach(
     group = module.process_group
     error: str | None = None
     tensors: list[TensorInfo] = []
+    facts: dict[str, Any] = {}
     try:
         codec = parse(codec) if isinstance(codec, str) else codec
         _check(module, codec, min_elements)
         kinds = kinds_of(module.module)
         tensors = [describe(name, p, kinds.get(name)) for name, p in _parameters(module).items()]
-    except (ThinwireError, TypeError, ValueError) as problem:
-        error = str(problem)
-    facts = {
-        "codec": str(codec),
-        "tensors": tensors,
-        "excluded": [tensor.name for tensor in tensors if excludes(exclude, tensor.name)] if error is None else [],
-        "options": (min_elements, scaler is not None, module.find_unused_parameters, module.static_graph),
-        "buckets": module._has_rebuilt_buckets,
-    }
+        facts = {
+            "codec": str(codec),
+            "tensors": tensors,
+            "excluded": excluded(tensors, exclude),
+            "options": (min_elements, scaler is not None, module.find_unused_parameters, module.static_graph),
+            "buckets": module._has_rebuilt_buckets,
+        }
+    except Exception as problem:  # of any kind, the user's own `exclude` included: the other ranks wait to hear of it
+        error = problem_of(problem)
     agree(group, facts, error)
     assert isinstance(codec, Codec)
     compile_kernels(group, codec)
@@ -83,14 +84,19 @@ def attach(
 
 def _check(module: DistributedDataParallel, codec: Codec, min_elements: int) -> None:
     if not isinstance(codec, Codec):
-        raise AttachError(f"{codec!r} is not a codec: give thinwire.TopK(0.01), or a text such as 'topk(density=0.01)'")
+        raise AttachError(
+            f"{codec!r} is not a codec: give thinwire.TopK(0.01), or a text such as 'topk(density=0.01)'"
+        )
     str(codec)
     if min_elements < 0:
         raise AttachError(f"min_elements must not be negative, but is {min_elements}")
     if module in _wires:
         raise AttachError(f"a wire with {_wires[module].codec} is attached to this module already")
+    # A hook of the built-in kind stands only in DDP's log.
+    name = module._get_ddp_logging_data().get("comm_hook")
     if module._comm_hooks:
         name = getattr(module._comm_hooks[0][0], "__qualname__", "another hook")
+    if name:
         raise AttachError(f"the communication hook of this module is taken by {name}; DDP has room for one")
     for name, child in module.module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
@@ -147,7 +153,9 @@ class DDPWire(Wire):
         if self.world.members[0] != 0:
             return
         layout = self._layout([list(self._infos.values())])
-        coded = sum(s.elements for group in layout.groups for s in group.slots if group.codec != "dense" and s.role == "coded")
+        coded = sum(
+            s.elements for group in layout.groups for s in group.slots if group.codec != "dense" and s.role == "coded"
+        )
         total = sum(tensor.elements for tensor in self._infos.values())
         share = 100 * coded / total if total else 0.0
         memory = (8 if self._protected else 4) * coded / total if total and self.codec.keeps_residual else 0.0

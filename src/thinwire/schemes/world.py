@@ -121,7 +121,9 @@ class TorchWorld:
         for group in groups:
             group.abort()
         for group in groups:
-            with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user destroyed all groups already
+            with contextlib.suppress(
+                ValueError, RuntimeError, AssertionError
+            ):  # the user destroyed all groups already
                 dist.destroy_process_group(group)
 
 

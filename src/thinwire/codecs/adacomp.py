@@ -1,0 +1,244 @@
+"""Bins decide for themselves how much they send: local selection with one scale for what is sent (AdaComp)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import MessageCoding, MessageCount, MessageIndex, MessageLength
+from ..messages import HEADER_BYTES, Flag, Header, IndexCoding, ValueCoding, read_header, write_header
+from .base import CodecState, Estimate, GatheredCodec, GroupInfo, Message, ParameterInfo
+
+SMALL_BIN = 63  # bins up to this length have words of 8 bits
+LARGEST_BIN = 16383
+_TABLE = 3  # uint32 a segment: first bin, bins, words
+
+
+@dataclass
+class Segment:
+    """One tensor of a group: its bins, and the scratch that its encoding needs."""
+
+    parameter: ParameterInfo
+    bin_length: int
+    bins: int
+    tiles: int
+    words: NDArray[Any]
+    offsets: NDArray[np.uint32]
+    maxima: NDArray[np.float64]
+    means: NDArray[np.float32]
+    written: int = 0
+
+    def of(self, flat: NDArray[np.float32]) -> NDArray[np.float32]:
+        return flat[self.parameter.offset : self.parameter.offset + self.parameter.elements]
+
+
+@dataclass
+class AdaCompState(CodecState):
+    segments: list[Segment] = field(default_factory=list)
+    fixed: int = HEADER_BYTES
+    """Bytes of a message without its words."""
+
+
+@dataclass(frozen=True)
+class AdaComp(GatheredCodec):
+    """Every bin of consecutive elements sends those that its latest gradient pushes to the bin's own maximum.
+
+    An element goes when |residual + factor * gradient| reaches the largest |residual + gradient| of its bin; it goes as a
+    sign, times a scale. There is no density to choose: about five elements a bin are sent in the long run.
+
+    bin_conv    bin length of convolutions: words of 8 bits, about 40 times smaller than fp32
+    bin_dense   bin length of all other layers: words of 16 bits, about 170 times smaller
+    scale       tile: one scale for every 4050 or 16000 elements, the mean of their bins' maxima; layer: one for the whole
+                tensor, as the paper. A layer's small bins overshoot and swing back with the layer's scale: residuals there
+                were 13 to 18 times the gradient where a tile's own scale left 1.5 to 1.6 (`docs/codecs.md`).
+
+    Bytes: 8 or 16 bits for each element sent, gathered; never more than a quarter or half of fp32.  Memory passes: one,
+    with two loops a bin in the cache, and the cache lines of what is sent.
+    """
+
+    bin_conv: int = 50
+    bin_dense: int = 500
+    factor: float = 2.0
+    scale: str = "tile"
+
+    def __post_init__(self) -> None:
+        for name in ("bin_conv", "bin_dense"):
+            length = getattr(self, name)
+            if not isinstance(length, int) or not 1 <= length <= LARGEST_BIN:
+                raise ValueError(f"{name} must be a whole number from 1 to {LARGEST_BIN}, not {length!r}")
+        if not self.factor >= 1.0:
+            raise ValueError(f"factor must be at least 1, not {self.factor!r}")
+        if self.scale not in ("tile", "layer"):
+            raise ValueError(f"scale must be 'tile' or 'layer', not {self.scale!r}")
+
+    def bin_length(self, parameter: ParameterInfo) -> int:
+        return self.bin_conv if parameter.kind == "conv" else self.bin_dense
+
+    def start(self, group: GroupInfo, rank: int, world: int) -> AdaCompState:
+        from ..kernels.cpu import adacomp
+
+        segments = []
+        for parameter in group.parameters:
+            length = self.bin_length(parameter)
+            bins = -(-parameter.elements // length)
+            tiles = -(-bins // adacomp.tile_bins(length))
+            words = np.empty(parameter.elements, np.uint8 if length <= SMALL_BIN else np.uint16)
+            offsets, maxima, means = np.zeros(tiles, np.uint32), np.zeros(tiles), np.zeros(tiles, np.float32)
+            segments.append(Segment(parameter, length, bins, tiles, words, offsets, maxima, means))
+        return AdaCompState(group, rank, world, segments=segments, fixed=self._fixed(group))
+
+    def _fixed(self, group: GroupInfo) -> int:
+        from ..kernels.cpu import adacomp
+
+        size = HEADER_BYTES
+        for parameter in group.parameters:
+            length = self.bin_length(parameter)
+            bins = -(-parameter.elements // length)
+            tiles = -(-bins // adacomp.tile_bins(length))
+            size += 4 * (_TABLE + (tiles if self.scale == "tile" else 1))
+        return size
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def encode(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Message:
+        from ..kernels.cpu import adacomp
+
+        assert isinstance(state, AdaCompState)
+        new, old = gradient.numpy(), residual.numpy()
+        finite = True
+        for segment in state.segments:
+            good, segment.written = adacomp.encode_segment(
+                segment.of(new),
+                segment.of(old),
+                segment.bin_length,
+                self.factor,
+                segment.words,
+                segment.offsets,
+                segment.maxima,
+                segment.means,
+            )
+            finite &= good
+        buffer = state.outgoing.numpy()
+        if not finite:
+            write_header(buffer, Header(IndexCoding.OPAQUE, ValueCoding.NONE, Flag.NONFINITE, 0, 0, 0))
+            return Message(HEADER_BYTES)
+        wanted = state.fixed + sum(_even(s.written * s.words.itemsize) for s in state.segments)
+        size, entries = self._write(buffer, state)
+        flags = Flag.CUT if size < wanted else Flag(0)
+        write_header(buffer, Header(IndexCoding.OPAQUE, ValueCoding.NONE, flags, entries, wanted, size - HEADER_BYTES))
+        self._add([buffer], old, -1.0, state)
+        return Message(size)
+
+    def _write(self, buffer: NDArray[np.uint8], state: AdaCompState) -> tuple[int, int]:
+        """Table, scales and words; words of as many segments as fit, from a place on that changes with the step."""
+        from ..kernels.cpu import adacomp
+
+        count = len(state.segments)
+        table = buffer[HEADER_BYTES : HEADER_BYTES + 4 * _TABLE * count].view("<u4").reshape(count, _TABLE)
+        table[:] = 0
+        at = HEADER_BYTES + 4 * _TABLE * count
+        for segment in state.segments:
+            scales = self._scales(segment)
+            buffer[at : at + 4 * scales.size].view("<f4")[:] = scales
+            at += 4 * scales.size
+        room, entries = buffer.size - at, 0
+        pieces: dict[int, NDArray[Any]] = {}
+        for turn in range(count):
+            place = (state.step + turn) % count
+            segment = state.segments[place]
+            size = _even(segment.written * segment.words.itemsize)
+            if size <= room:
+                first, bins, words = 0, segment.bins, segment.words[: segment.written]
+            else:
+                words = np.empty(max(room, 0) // segment.words.itemsize, segment.words.dtype)
+                first = state.step * 7919 % max(segment.bins, 1)
+                bins, written = adacomp.cut_segment(
+                    segment.words, segment.offsets, segment.bins, segment.bin_length, first, words.size, words
+                )
+                words = words[:written]
+            table[place] = (first, bins, words.size)
+            pieces[place] = words
+            room -= _even(words.nbytes)
+            entries += words.size
+        for place in range(count):
+            raw = pieces[place].view(np.uint8)
+            buffer[at : at + raw.size] = raw
+            at += _even(raw.size)
+        return at, entries
+
+    def _scales(self, segment: Segment) -> NDArray[np.float32]:
+        from ..kernels.cpu import adacomp
+
+        if self.scale == "layer":
+            return np.array([adacomp.layer_scale(segment.maxima, segment.bins)], np.float32)
+        tile = adacomp.tile_bins(segment.bin_length)
+        bins = np.full(segment.tiles, tile, np.float64)
+        if segment.tiles:
+            bins[-1] = segment.bins - tile * (segment.tiles - 1)
+        return (segment.maxima / bins).astype(np.float32)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def decode(self, messages: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
+        assert isinstance(state, AdaCompState)
+        self._add([message.numpy() for message in messages], out.numpy(), scale, state)
+
+    def _add(
+        self, messages: Sequence[NDArray[np.uint8]], out: NDArray[np.float32], scale: float, state: AdaCompState
+    ) -> None:
+        from ..kernels.cpu import adacomp
+
+        for message in messages:
+            for segment, first, bins, scales, words in self._read(message, state):
+                code = adacomp.decode_segment(words, segment.bin_length, scales, segment.of(out), scale, first, bins)
+                if code:
+                    raise MessageIndex(f"the words of {segment.parameter.name!r} are malformed (code {code})")
+
+    def _read(
+        self, message: NDArray[np.uint8], state: AdaCompState
+    ) -> Iterator[tuple[Segment, int, int, NDArray[np.float32], NDArray[Any]]]:
+        header = read_header(message)
+        if header.index != IndexCoding.OPAQUE or header.values != ValueCoding.NONE:
+            raise MessageCoding(f"coding: an AdaComp message is opaque, not {header.index.name}/{header.values.name}")
+        if header.flags & Flag.NONFINITE:
+            return
+        count = len(state.segments)
+        size = HEADER_BYTES + header.payload
+        if size < state.fixed:
+            raise MessageLength(
+                f"payload: {header.payload} bytes are less than the {state.fixed - HEADER_BYTES} of the table"
+            )
+        table = message[HEADER_BYTES : HEADER_BYTES + 4 * _TABLE * count].copy().view("<u4")
+        at, scales_at = state.fixed, HEADER_BYTES + 4 * _TABLE * count
+        if int(table.reshape(count, _TABLE)[:, 2].sum()) != header.entries:
+            raise MessageCount(f"entries: the header says {header.entries}, the table another number")
+        for segment, (first, bins, words) in zip(state.segments, table.reshape(count, _TABLE).tolist(), strict=True):
+            tiles = segment.tiles if self.scale == "tile" else 1
+            scales = message[scales_at : scales_at + 4 * tiles].copy().view("<f4")
+            scales_at += 4 * tiles
+            length = words * segment.words.itemsize
+            if at + length > size:
+                raise MessageLength(f"payload: the words of {segment.parameter.name!r} reach past its end")
+            raw = message[at : at + length]
+            typed = raw if segment.words.itemsize == 1 else raw.copy().view("<u2")
+            yield segment, first, bins, scales, typed
+            at += _even(length)
+
+    def smallest_capacity(self, group: GroupInfo) -> int:
+        return self._fixed(group) + 64
+
+    def estimate(self, group: GroupInfo, world: int) -> Estimate:
+        size = self._fixed(group)
+        for parameter in group.parameters:
+            length = self.bin_length(parameter)
+            size += (1 if length <= SMALL_BIN else 2) * 5 * -(-parameter.elements // length)
+        return Estimate(gathered=size, passes=4.0)
+
+
+def _even(size: int) -> int:
+    return size + size % 2

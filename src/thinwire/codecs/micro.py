@@ -1,0 +1,343 @@
+"""Each rank selects in its own part of the vector, by one threshold that holds the target (MiCRO)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import messages
+from ..messages import HEADER_BYTES, Flag, ValueCoding, read_header
+from .base import Codec, CodecState, Estimate, Gather, GroupInfo, Message, Steps, Sum
+from .sparse import VALUE_CODINGS
+
+CONTROLLERS = ("proportional", "fixed", "paper_code")
+BLOCKS = 1024
+BINS = 2048
+_SHIFT = 20  # 8 exponent and 3 mantissa bits: 8 bins an octave
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_HURRY_STEPS, _HURRY, _CALM, _LARGEST_MOVE = 50, 0.5, 0.1, 1.5
+
+
+@dataclass
+class MicroState(CodecState):
+    """Thresholds (one, or one a parameter), partition borders, and what this step selected on all ranks."""
+
+    thresholds: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    floors: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    borders: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    steps: int = 0
+    """Steps with a threshold; 0 until the dense first step has given one."""
+    ends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    chosen: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    support: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    taken: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    buffer: Tensor = field(default_factory=lambda: torch.zeros(0))
+    histogram: Tensor = field(default_factory=lambda: torch.zeros(0))
+    count: int = 0
+    """Elements that were sent."""
+    wanted: float = 0.0
+    """Elements that all ranks together would have sent, cut ones included."""
+    imbalance: float = 1.0
+
+    saved: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "borders", "weights", "steps")
+
+
+@dataclass(frozen=True)
+class MiCRO(Codec):
+    """Rotating partitions, one threshold, no build-up: traffic stays at the target however many ranks there are.
+
+    In step t rank r judges partition (t + r) mod n of its own accumulated gradient: what reaches the threshold is selected
+    for all ranks. Indices are gathered, relative to the partition and Rice-coded; then every rank adds its values at all
+    of them to one sum. The first step is dense and gives the start of the threshold.
+
+    controller  proportional: threshold *= (selected / target) ** 0.5 for 50 steps, then ** 0.1, at most 1.5 times a step;
+                fixed: the paper's dead band as it is meant; paper_code: as its code has it, 4 to 8 % under the target
+    start       quantile: from the magnitudes of the first gradient on all ranks; formula: 1 / (2 sqrt(k)), as the code
+    threshold   global: one for all groups, as the paper; layer: one for each tensor, each held at the density
+    balance     move the borders of the partitions so that all ranks select alike (the aim of ExDyna): the gathered
+                messages are padded to the longest
+    values      how values are summed: fp32, or fp16 / bf16, whose rounding stays in the residual
+
+    Bytes: an index takes log2(1/density) + 1.5 bits, gathered, a value 4 bytes, all-reduced.  Memory passes: accumulate
+    with selection in 1/n of it, the cache lines of what is taken, and one write pass for the result.
+    """
+
+    density: float = 0.01
+    controller: str = "proportional"
+    start_from: str = "quantile"
+    threshold: str = "global"
+    balance: bool = False
+    values: str = "fp32"
+
+    rounds: ClassVar[int] = 2
+
+    @property
+    def rides(self) -> bool:  # type: ignore[override]
+        return self.values == "fp32"
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.density <= 1.0:
+            raise ValueError(f"density must be above 0 and at most 1, not {self.density!r}")
+        for name, value, allowed in (
+            ("controller", self.controller, CONTROLLERS),
+            ("start_from", self.start_from, ("quantile", "formula")),
+            ("threshold", self.threshold, ("global", "layer")),
+            ("values", self.values, tuple(VALUE_CODINGS)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+
+    def start(self, group: GroupInfo, rank: int, world: int) -> MicroState:
+        count = len(group.parameters) if self.threshold == "layer" else 1
+        ends = [parameter.offset + parameter.elements for parameter in group.parameters]
+        size, rest = divmod(group.elements, world)
+        sizes = [size + (part < rest) for part in range(world)]
+        return MicroState(
+            group,
+            rank,
+            world,
+            thresholds=np.zeros(count),
+            floors=np.zeros(count),
+            borders=np.cumsum([0, *sizes], dtype=np.int64),
+            weights=np.zeros(BLOCKS),
+            ends=np.array(ends if self.threshold == "layer" else [group.elements], np.int64),
+            histogram=torch.zeros(count * BINS),
+        )
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
+        assert isinstance(state, MicroState)
+        steps = self._sparse if state.steps else self._dense
+        yield from steps(gradient, residual, state)
+
+    def _dense(self, gradient: Tensor, residual: Tensor, state: MicroState) -> Steps:
+        """The first step: everything travels, and with it the histogram of magnitudes from which thresholds start."""
+        from ..kernels.cpu import basic, laplace
+
+        flat, elements = residual.numpy(), residual.numel()
+        finite = basic.accumulate(flat, gradient.numpy())
+        counts = np.zeros(BINS, np.int64)
+        for i, (begin, end) in enumerate(self._segments(state)):
+            laplace.histogram(flat[begin:end], 0, _SHIFT, counts)
+            state.histogram[i * BINS : (i + 1) * BINS] = torch.from_numpy(counts)
+        state.support = np.arange(elements, dtype=np.int32)
+        state.count, state.wanted = elements, float(elements)
+        state.taken = flat.copy()
+        buffer = torch.zeros(elements + state.group.tail)
+        buffer[:elements] = residual
+        residual.zero_()
+        yield Sum(buffer, tail=True, finite=finite)
+        torch.mul(buffer[:elements], 1.0 / state.world, out=gradient)
+        yield Sum(state.histogram)
+
+    def _segments(self, state: MicroState) -> list[tuple[int, int]]:
+        if self.threshold == "layer":
+            return [(parameter.offset, parameter.offset + parameter.elements) for parameter in state.group.parameters]
+        return [(0, state.group.elements)]
+
+    def _sparse(self, gradient: Tensor, residual: Tensor, state: MicroState) -> Steps:
+        from ..kernels.cpu import basic, micro
+
+        flat, step, world = residual.numpy(), state.step, state.world
+        part = (step + state.rank) % world
+        begin, end = int(state.borders[part]), int(state.borders[part + 1])
+        room = min(end - begin, 8 * self._target(state.group.elements) // world + 4096)
+        if state.chosen.size < room:
+            state.chosen = np.empty(room, np.int32)
+        finite, wanted, written = micro.accumulate_select_segments(
+            flat, gradient.numpy(), begin, end, state.ends, state.thresholds.astype(np.float32), state.chosen[:room]
+        )
+        packed = messages.pack(
+            state.chosen[:written],
+            None,
+            end - begin,
+            state.outgoing.numpy(),
+            ValueCoding.NONE,
+            rotation=step,
+            finite=finite,
+        )
+        if finite and wanted > written:
+            self._want_more(state.outgoing, packed.wanted * wanted // max(written, 1))
+        answers = yield Gather(Message(packed.size))
+        self._read(answers, state)
+        support, values = state.support[: state.count], state.taken[: state.count]
+        basic.take(flat, support, values)
+        total = self._sum_buffer(state)
+        if self.values == "fp32":
+            total[: state.count] = torch.from_numpy(values)
+            yield Sum(total, tail=True)
+        else:
+            total.copy_(torch.from_numpy(self._round(flat, support, values, world)))
+            yield Sum(total)
+        result = total[: state.count].numpy() if self.values == "fp32" else total.float().numpy()
+        basic.write_at(gradient.numpy(), support, result, 1.0 / world if self.values == "fp32" else 1.0)
+
+    def _read(self, answers: Sequence[Tensor], state: MicroState) -> None:
+        """Join the selections of all ranks, by partition, so that indices ascend."""
+        world, step = state.world, state.step
+        headers = [read_header(answer.numpy()) for answer in answers]
+        total = sum(header.entries for header in headers)
+        if total > state.support.size or state.support.size > 4 * max(total, 1024):
+            state.support = np.empty(total + total // 4, np.int32)
+            state.taken = np.empty(state.support.size, np.float32)
+        state.wanted, at, most = 0.0, 0, 0
+        for part in range(world):
+            rank = (part - step) % world
+            begin, size = int(state.borders[part]), int(state.borders[part + 1] - state.borders[part])
+            header = headers[rank]
+            indices = state.support[at : at + header.entries]
+            messages.decode_indices(answers[rank].numpy(), size, indices)
+            indices += np.int32(begin)
+            at += header.entries
+            most = max(most, header.entries)
+            written = HEADER_BYTES + header.payload
+            share = header.wanted / written if header.flags & Flag.CUT else 1.0
+            state.wanted += header.entries * share
+        state.count = at
+        state.imbalance = world * most / at if at else 1.0
+
+    @staticmethod
+    def _want_more(outgoing: Tensor, wanted: int) -> None:
+        """More was selected than could even be listed: say so, in bytes."""
+        words = outgoing.numpy()[:HEADER_BYTES].view("<u2")
+        words[1] |= Flag.CUT
+        outgoing.numpy()[:HEADER_BYTES].view("<u4")[2] = min(wanted, 2**32 - 1)
+
+    def _sum_buffer(self, state: MicroState) -> Tensor:
+        tail = state.group.tail if self.values == "fp32" else 0
+        if state.buffer.numel() < state.count + tail:
+            state.buffer = torch.zeros((state.count + tail) * 5 // 4, dtype=_DTYPES[self.values])
+        return state.buffer[: state.count + tail]
+
+    def _round(
+        self, flat: NDArray[np.float32], support: NDArray[np.int32], values: NDArray[np.float32], world: int
+    ) -> NDArray[np.float32]:
+        """What travels of `values` in 16 bits: a world-th, rounded; the rounding goes back into the residual."""
+        from ..kernels.cpu import basic
+
+        sent = np.empty_like(values)
+        messages.rounded(values / np.float32(world), VALUE_CODINGS[self.values], sent)
+        basic.put_back(flat, support, values - sent * np.float32(world))
+        np.multiply(sent, np.float32(world), out=values)
+        return sent
+
+    def undo(self, residual: Tensor, state: CodecState) -> None:
+        from ..kernels.cpu import basic
+
+        assert isinstance(state, MicroState)
+        basic.put_back(residual.numpy(), state.support[: state.count], state.taken[: state.count])
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def commit(self, states: Sequence[CodecState]) -> None:
+        mine = [state for state in states if isinstance(state, MicroState)]
+        if mine and mine[0].steps == 0:
+            self._first_thresholds(mine)
+        elif self.threshold == "global":
+            factor = self._factor(sum(state.wanted for state in mine), self._target_of(mine), mine[0].steps)
+            for state in mine:
+                state.thresholds = np.maximum(state.thresholds * factor, state.floors)
+        else:
+            for state in mine:
+                self._move_layers(state)
+        for state in mine:
+            if self.balance and state.steps:
+                self._rebalance(state)
+            state.steps += 1
+
+    def _target(self, elements: int) -> int:
+        return max(1, math.floor(self.density * elements))
+
+    def _target_of(self, states: Sequence[MicroState]) -> int:
+        return self._target(sum(parameter.elements for state in states for parameter in state.group.parameters))
+
+    def _first_thresholds(self, states: Sequence[MicroState]) -> None:
+        if self.threshold == "layer":
+            for state in states:
+                for i, parameter in enumerate(state.group.parameters):
+                    counts = state.histogram[i * BINS : (i + 1) * BINS].double().numpy()
+                    state.thresholds[i] = self._start(counts, state.world, parameter.elements)
+        else:
+            counts = np.sum([state.histogram.double().numpy() for state in states], axis=0)
+            elements = sum(parameter.elements for state in states for parameter in state.group.parameters)
+            for state in states:
+                state.thresholds[:] = self._start(counts, state.world, elements)
+        for state in states:
+            state.floors = state.thresholds * 1e-6
+            state.taken, state.support, state.count = state.taken[:0].copy(), state.support[:0].copy(), 0
+            state.histogram = torch.zeros(0)
+
+    def _start(self, counts: NDArray[np.float64], world: int, elements: int) -> float:
+        k = self._target(elements)
+        if self.start_from == "formula":
+            return 1.0 / (2.0 * math.sqrt(k))
+        return quantile(counts, k * world)
+
+    def _factor(self, selected: float, target: int, steps: int) -> float:
+        ratio = selected / target
+        if self.controller == "proportional":
+            power = _HURRY if steps <= _HURRY_STEPS else _CALM
+            return float(min(_LARGEST_MOVE, max(1.0 / _LARGEST_MOVE, ratio**power)))
+        if ratio > 1.1:
+            return 1.005
+        if self.controller == "paper_code":
+            return 1.00125 if ratio > 0.909 else 0.995
+        if ratio < 1.0 / 1.1:
+            return 0.995
+        return 1.00125 if ratio > 1.0 else 0.99875 if ratio < 1.0 else 1.0
+
+    def _move_layers(self, state: MicroState) -> None:
+        support = state.support[: state.count]
+        share = state.wanted / state.count if state.count else 1.0
+        for i, parameter in enumerate(state.group.parameters):
+            first, last = np.searchsorted(support, [parameter.offset, parameter.offset + parameter.elements])
+            factor = self._factor(float(last - first) * share, self._target(parameter.elements), state.steps)
+            state.thresholds[i] = max(state.thresholds[i] * factor, state.floors[i])
+
+    def _rebalance(self, state: MicroState) -> None:
+        """Put the borders where a slow average of what was selected, in 1024 blocks, says that all parts are equal.
+
+        ExDyna moves one block a step over a border; this moves all borders at once to where its rule would lead.
+        """
+        block = -(-state.group.elements // BLOCKS)
+        if block < 32:
+            return
+        counts = np.bincount(state.support[: state.count] // block, minlength=BLOCKS)
+        state.weights = 0.95 * state.weights + 0.05 * counts
+        smooth = state.weights + 0.05 * max(state.weights.sum(), 1e-9) / BLOCKS
+        reached = np.cumsum(smooth) / smooth.sum()
+        inner = np.searchsorted(reached, np.arange(1, state.world) / state.world) + 1
+        state.borders[1:-1] = np.minimum(inner * block, state.group.elements)
+
+    def estimate(self, group: GroupInfo, world: int) -> Estimate:
+        elements = sum(parameter.elements for parameter in group.parameters)
+        k = self._target(elements) if elements else 0
+        part = -(-group.elements // world)
+        values = VALUE_CODINGS[self.values].bytes
+        return Estimate(
+            gathered=messages.expected(part, -(-k // world), ValueCoding.NONE),
+            summed=values * k + (4 * group.tail if self.values == "fp32" else 0),
+            passes=1.2 + 0.8 / world + 0.6,
+        )
+
+
+def quantile(counts: NDArray[np.float64], k: float) -> float:
+    """The magnitude that k of the counted elements reach, from a histogram of their bits, straight inside a bin."""
+    above = np.cumsum(counts[::-1])[::-1]
+    bins = np.flatnonzero(above >= k)
+    place = int(bins[-1]) if bins.size else 0
+    edges = (np.array([place, place + 1], np.int64) << _SHIFT).astype(np.int32).view(np.float32).astype(np.float64)
+    inside = counts[place]
+    missing = k - (above[place] - inside)
+    share = missing / inside if inside > 0 else 1.0
+    low, high = float(edges[0]), float(edges[1])
+    return max(high - share * (high - low), float(np.finfo(np.float32).tiny))

@@ -1,0 +1,67 @@
+"""What NumPy's language lacks, given to Numba as LLVM code: compare 64 floats at once, find and count set bits.
+
+LLVM turns the wide comparison into the vector instructions of the machine at hand.  A loop over the bits of the mask
+then touches selected elements only, which at a density of 1 % took half the time of a branch-free compaction.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+BLOCK = 64
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_VECTOR = ir.VectorType(_I32, BLOCK)
+
+
+def _magnitudes_from(_context: Any, bits: Any, _start: Any, _threshold: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), _VECTOR.as_pointer())
+        block = builder.load(place)
+        block.align = 4  # float32 is all that is known; LLVM would otherwise assume that of the whole vector
+        block = builder.and_(block, ir.Constant(_VECTOR, [0x7FFFFFFF] * BLOCK))
+        undefined = ir.Constant(_VECTOR, ir.Undefined)
+        threshold = builder.insert_element(undefined, arguments[2], _I32(0))
+        threshold = builder.shuffle_vector(threshold, undefined, ir.Constant(_VECTOR, [0] * BLOCK))
+        return builder.bitcast(builder.icmp_signed(">=", block, threshold), _I64)
+
+    return types.uint64(bits, types.intp, types.int32), generate
+
+
+def _count_trailing_zeros(_context: Any, _word: Any) -> Any:
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(_I64, [_I64, ir.IntType(1)])
+        return builder.call(
+            builder.module.declare_intrinsic("llvm.cttz", [_I64], kind), [arguments[0], ir.IntType(1)(0)]
+        )
+
+    return types.int64(types.uint64), generate
+
+
+def _count_ones(_context: Any, _word: Any) -> Any:
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.call(builder.module.declare_intrinsic("llvm.ctpop", [_I64]), [arguments[0]])
+
+    return types.int64(types.uint64), generate
+
+
+block_mask: Callable[[NDArray[np.int32], int, np.int32], np.uint64] = cast(Any, intrinsic(_magnitudes_from))
+"""`block_mask(bits, start, threshold)`: bit i of the uint64 says that |x[start + i]| >= threshold.
+
+bits is the int32 view of float32 x, threshold the bits of a positive float32: magnitudes order like their bits, NaN
+above all.  The caller sees to it that start + 64 <= x.size.
+"""
+
+lowest_bit: Callable[[np.uint64], int] = cast(Any, intrinsic(_count_trailing_zeros))
+"""`lowest_bit(mask)`: the position of the lowest set bit of a uint64, 64 for none."""
+
+count_bits: Callable[[np.uint64], int] = cast(Any, intrinsic(_count_ones))
+"""`count_bits(mask)`: how many bits of a uint64 are set."""
+
+ONE = np.uint64(1)

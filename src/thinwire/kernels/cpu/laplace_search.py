@@ -1,0 +1,232 @@
+"""Top-k by threshold: which threshold, found in how few passes (specification `laplace`, sections 1.3, 4 and 5).
+
+The usual step is one streaming pass: with the threshold of the step before, lowered a little, `accumulate_collect`
+adds the gradient and keeps a short list of candidates; all else happens on that list.  Only the first step, and one in
+which the list turns out too short or too long, reads the vector again.  Every search ends: after `MAX_PASSES` counting
+passes the bits of the magnitudes decide, which takes three passes at most, whatever the data.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.kernels.cpu import laplace
+from thinwire.kernels.cpu.basic import accumulate
+
+Floats = NDArray[np.float32]
+Indices = NDArray[np.int32]
+
+MAX_PASSES = 6
+_BINS = 2048  # 11 of the 31 bits of a magnitude at a time
+_LARGEST = float(np.finfo(np.float32).max)
+_LISTED = 2.0  # candidates aimed at, as a multiple of k
+_TREND = 0.5  # part of the last step's drift that the next one is expected to repeat
+
+
+class Warm(NamedTuple):
+    """What one step leaves for the next; the default is a cold start."""
+
+    threshold: float = 0.0  # the best guess of the threshold for exactly k
+    tail: float = 0.0  # how much lower the threshold for e k is: the scale of the tail there; 0 is cold
+    k: int = 0
+    drift: float = 0.0  # how much the threshold rose in the last step
+
+
+class Cut(NamedTuple):
+    """Select |x| > threshold and the first `ties` of those equal to it: `selected` places, found in so many passes."""
+
+    threshold: float
+    ties: int
+    selected: int
+    passes: int
+
+
+class Picked(NamedTuple):
+    """What `accumulate_pick` did; the first `taken` entries of its buffers are valid."""
+
+    finite: bool
+    taken: int
+    warm: Warm
+    passes: int  # over the whole vector, beside the pass that accumulates
+
+
+def accumulate_pick(
+    residual: Floats,
+    gradient: Floats,
+    k: int,
+    warm: Warm,
+    indices: Indices,
+    values: Floats,
+    tolerance: float = 0.2,
+    exact: bool = False,
+) -> Picked:
+    """`residual += gradient`, then move about k of its largest magnitudes to `indices` and `values`, ascending.
+
+    residual and gradient float32 (n,); indices int32 and values float32 (capacity,).  The count lies in
+    [(1 - tolerance) k, (1 + tolerance) k].  It is exactly k where ties allow no such threshold, and with `exact`; both
+    take the lowest index first among equals.  It is the number of non-zeros where there are no more.  The capacity
+    must hold that count; 8 k makes a second look at the vector rare, and n makes it impossible.  When the sum is not
+    finite nothing is taken and `warm` stays.
+
+    Memory: one pass when warm (2 reads, 1 write) and `taken` cache lines; each of `passes` reads the vector once more.
+    """
+    low = k if exact else max(1, math.ceil((1.0 - tolerance) * k))
+    high = k if exact else math.floor((1.0 + tolerance) * k)
+    room = indices.size
+    if room < min(high, residual.size) or values.size != room:
+        raise ValueError(f"buffers of {room} indices and {values.size} values for {high} of {residual.size} elements")
+    if k <= 0:
+        return Picked(accumulate(residual, gradient), 0, warm, 0)
+
+    # Where the vector must be searched: the exact choice needs a list to choose from, the other one just a threshold.
+    window = (k, min(2 * k, room)) if exact else (low, high)
+    cut = listed = None
+    if residual.size <= room or warm.tail > 0.0:
+        bottom = 0.0 if residual.size <= room else _below(warm, k)
+        finite, wanted, excess = laplace.accumulate_collect(residual, gradient, bottom, indices, values)
+        listed = Cut(bottom, 0, wanted, 0)
+        if finite and (wanted > room or (wanted < low and bottom > 0.0)):
+            cut = _search_again(residual, k, window, listed, excess / max(1, min(wanted, room)))
+    else:
+        finite, total, largest, nonzero = laplace.accumulate_measure(residual, gradient)
+        if finite:
+            cut = _search_cold(residual, k, window, total, largest, nonzero)
+    if not finite:
+        return Picked(False, 0, warm, 0)
+
+    passes = 0
+    if cut is not None:
+        wanted, excess = laplace.collect(residual, cut.threshold, cut.ties, indices, values)
+        bottom = cut.threshold
+        passes = cut.passes + 1
+    indices, values = indices[:wanted], values[:wanted]
+    if wanted <= high:
+        ties = cut.ties if cut is not None else 0
+        cut = Cut(bottom, ties, wanted, 0)
+    elif exact:
+        cut = exact_cut(values, k)
+    else:
+        start = bottom + excess / wanted * math.log(wanted / k)
+        cut = search(values, k, window, bottom, _LARGEST, start)
+    taken, excess = laplace.take_above(residual, indices, values, cut.threshold, cut.ties)
+    return Picked(True, taken, _keep(warm, k, taken, cut.threshold, excess, listed), passes)
+
+
+def _below(warm: Warm, k: int) -> float:
+    """Where to start the list: the threshold above which the tail should have some more than k elements."""
+    expected = warm.threshold + _TREND * warm.drift
+    return _rounded(max(0.0, expected + warm.tail * math.log(warm.k / (_LISTED * k))))
+
+
+def _keep(warm: Warm, k: int, taken: int, threshold: float, excess: float, listed: Cut | None) -> Warm:
+    """For the next step: the tail's scale from two counts where there are two, else from the mean excess.
+
+    The mean excess is the scale of the whole tail above the threshold; where a few large values rule it, as with heavy
+    tails, lists would become several times too long.
+    """
+    if taken == 0:
+        return Warm()
+    tail = excess / taken
+    if listed is not None and listed.selected > 0:
+        ratio = math.log(listed.selected / taken)
+        if abs(ratio) > 0.1:
+            tail = (threshold - listed.threshold) / ratio
+    guess = max(0.0, threshold + tail * math.log(taken / k))
+    return Warm(guess, tail, k, guess - warm.threshold if warm.k == k else 0.0)
+
+
+def _search_cold(x: Floats, k: int, window: tuple[int, int], total: float, largest: float, nonzero: int) -> Cut:
+    """Start at the threshold of a zero-mean Laplacian with the mean magnitude of the non-zeros."""
+    if nonzero <= k:
+        return Cut(0.0, 0, nonzero, 0)
+    return search(x, k, window, 0.0, largest, total / nonzero * math.log(nonzero / k))
+
+
+def _search_again(x: Floats, k: int, window: tuple[int, int], seen: Cut, tail: float) -> Cut:
+    """After a list that was too long or too short: correct its threshold, or start cold when it was far off."""
+    if k <= 4 * seen.selected <= 64 * k:
+        start = seen.threshold + tail * math.log(seen.selected / k)
+        lo, hi = (seen.threshold, _LARGEST) if seen.selected > k else (0.0, seen.threshold)
+        return search(x, k, window, lo, hi, start)
+    cut = _search_cold(x, k, window, *laplace.measure(x))
+    return cut._replace(passes=cut.passes + 1)
+
+
+def search(x: Floats, k: int, window: tuple[int, int], lo: float, hi: float, start: float) -> Cut:
+    """A threshold between lo and hi whose count lies in the window, which holds k.
+
+    Bracketed: more than k magnitudes lie above lo, fewer than k above hi.  Each count corrects the threshold as if the
+    tail above it were exponential with the mean excess as its scale (its maximum-likelihood estimate); bisection where
+    that leaves the bracket.
+    """
+    low, high = window
+    target = math.sqrt(low * high)
+    threshold = start
+    passes = 0
+    ends = (x.size, -1)  # counts above lo and hi; lo = 0 may have fewer, hi is not known
+    while passes < MAX_PASSES:
+        threshold = _rounded(threshold)
+        if not lo < threshold < hi:
+            threshold = _rounded(lo + (hi - lo) / 2.0)
+            if not lo < threshold < hi:
+                break
+        count, excess = laplace.count_above(x, threshold)
+        passes += 1
+        if low <= count <= high:
+            return Cut(threshold, 0, count, passes)
+        repeated = count in ends
+        if count > k:
+            lo, ends = threshold, (count, ends[1])
+        else:
+            hi, ends = threshold, (ends[0], count)
+        if repeated:
+            break  # nothing lies between here and where an end was: ties or outliers, which the bits settle at once
+        threshold = threshold + excess / count * math.log(count / target) if count else lo
+    cut = search_bits(x, k, window, lo, hi)
+    return cut._replace(passes=cut.passes + passes)
+
+
+def search_bits(x: Floats, k: int, window: tuple[int, int], lo: float, hi: float) -> Cut:
+    """The same by the bits of the magnitudes, 11 at a time: at most three passes, exactly k if nothing fits."""
+    low, high = window
+    first, last = _bits(lo) + 1, _bits(hi)
+    counts = np.empty(_BINS, np.int64)
+    for passes in range(1, 4):
+        shift = max(0, (last - first).bit_length() - 11)
+        above = laplace.histogram(x, first, shift, counts)
+        reached = above + np.cumsum(counts[::-1])[::-1]  # reached[i]: magnitudes in bin i or higher
+        inside = np.flatnonzero(reached >= k)
+        if inside.size == 0:  # fewer than k above lo, which only lo = 0 allows: all non-zeros
+            return Cut(lo, 0, int(reached[0]), passes)
+        chosen = int(inside[-1])
+        higher = int(reached[chosen + 1]) if chosen + 1 < _BINS else above
+        first += chosen << shift
+        if low <= reached[chosen] <= high:
+            return Cut(_magnitude(first - 1), 0, int(reached[chosen]), passes)
+        if low <= higher <= high:
+            return Cut(_magnitude(first + (1 << shift) - 1), 0, higher, passes)
+        if shift == 0:
+            return Cut(_magnitude(first), k - higher, k, passes)
+        last = first + (1 << shift) - 1
+    raise AssertionError("31 bits are three times 11 at most")
+
+
+def exact_cut(x: Floats, k: int) -> Cut:
+    """The cut that selects exactly k of a short x float32 (m,), m >= k, the first ones among equals."""
+    magnitudes = np.abs(x)
+    threshold = np.partition(magnitudes, x.size - k)[x.size - k]
+    return Cut(float(threshold), k - int(np.count_nonzero(magnitudes > threshold)), k, 0)
+
+
+def _rounded(threshold: float) -> float:
+    return float(np.float32(min(threshold, _LARGEST)))
+
+
+def _bits(magnitude: float) -> int:
+    return int(np.float32(magnitude).view(np.int32))
+
+
+def _magnitude(bits: int) -> float:
+    return float(np.int32(bits).view(np.float32))
