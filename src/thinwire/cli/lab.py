@@ -1,0 +1,227 @@
+"""`thinwire lab`: an emulated cluster on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import signal
+import threading
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import ThinwireError
+from ..lab.calibrate import Calibration
+from ..lab.cluster import Cluster
+from ..lab.launch import Result
+from ..lab.leftovers import Record, records, remove_dead
+from ..lab.netns import format_rate
+
+app = typer.Typer(
+    name="lab",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="An emulated cluster on this machine: one network namespace a node, links of a chosen rate. No root needed.",
+)
+
+# Standard output belongs to the job. What the lab itself says goes to the other one.
+console = Console(stderr=True, highlight=False)
+
+Nodes = Annotated[int, typer.Option(help="Emulated machines.", min=1)]
+Rate = Annotated[str, typer.Option(help="Rate of every link, both directions: 500kbit, 100mbit, 2.5gbit, or none.")]
+
+
+@app.command()
+def up(nodes: Nodes = 4, rate: Rate = "1gbit") -> None:
+    """Make a cluster and keep it until Ctrl-C or [bold]thinwire lab down[/bold].
+
+    Example: thinwire lab up --nodes 4 --rate 1gbit
+    """
+    try:
+        with Cluster(nodes, rate=rate, about={"kept": True}) as cluster:
+            if cluster.mode == "loopback":
+                raise _failure(f"there is nothing to keep up: {cluster.why}")
+            _announce(cluster, cluster.calibrate())
+            for node in range(nodes):
+                words = shlex.join([*cluster.enter(node), "bash"])
+                console.print(f"node {node}, {cluster.address(node)}:  {escape(words)}", soft_wrap=True)
+            console.print("It stays until Ctrl-C here, or `thinwire lab down` elsewhere.")
+            threading.Event().wait()
+    except ThinwireError as error:
+        raise _failure(str(error)) from None
+    except KeyboardInterrupt:
+        pass
+    except SystemExit as leaving:
+        if leaving.code != 128 + signal.SIGTERM:  # which is how `lab down` asks
+            raise
+    console.print("The cluster is gone.")
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[
+        list[str], typer.Argument(help="What every rank runs, as torchrun would.", metavar="COMMAND...")
+    ],
+    nodes: Nodes = 4,
+    rate: Rate = "1gbit",
+    ranks_per_node: Annotated[int, typer.Option(help="Processes on each of them.", min=1)] = 1,
+    pin: Annotated[bool, typer.Option(help="One core a rank, or a node, if there are enough.")] = True,
+    calibrate: Annotated[bool, typer.Option(help="Measure the links first.")] = True,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which the job is ended, with code 124.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+) -> None:
+    """Run a command on every rank of a fresh cluster, with RANK, WORLD_SIZE, MASTER_ADDR and so on set.
+
+    Output comes line by line with the rank before it. The first rank that fails ends all; its exit code is returned.
+
+    Examples:
+
+    thinwire lab run --nodes 2 --rate 100mbit -- python train.py --epochs 1
+
+    thinwire lab run --nodes 2 --ranks-per-node 2 --rate none --json result.json -- python train.py
+    """
+    try:
+        with Cluster(nodes, ranks_per_node, rate) as cluster:
+            calibration = cluster.calibrate() if calibrate else None
+            _announce(cluster, calibration)
+            result = cluster.run(command, pin=pin, timeout=timeout)
+            _conclude(cluster, result)
+            if json_file is not None:
+                text = json.dumps(_report(cluster, command, calibration, result), indent=2)
+                json_file.write_text(text + "\n")
+    except (ThinwireError, OSError) as error:
+        raise _failure(str(error)) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+    raise typer.Exit(result.code)
+
+
+@app.command()
+def down(
+    cluster: Annotated[str | None, typer.Argument(help="Only this one, by the name that `lab up` showed.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove what killed programs left; leave those that live alone.")
+    ] = False,
+) -> None:
+    """End the clusters that [bold]thinwire lab up[/bold] keeps, or remove those whose program is dead.
+
+    Examples:
+
+    thinwire lab down
+
+    thinwire lab down --all
+    """
+    try:
+        if everything:
+            removed = remove_dead()
+        else:
+            removed = [record for record in records() if _is_meant(record, cluster)]
+            if cluster is not None and not removed:
+                raise _failure(f"no cluster {cluster!r} is kept by `thinwire lab up`; `thinwire lab down` ends all")
+            for record in removed:
+                _ask_to_end(record)
+    except ThinwireError as error:
+        raise _failure(str(error)) from None
+    for record in removed:
+        console.print(f"removed {record.identity}, of process {record.pid}")
+    if not removed:
+        console.print("There was nothing to remove.")
+
+
+def _is_meant(record: Record, name: str | None) -> bool:
+    return record.alive and bool(record.about.get("kept")) and name in (None, record.identity)
+
+
+def _ask_to_end(record: Record) -> None:
+    os.kill(record.pid, signal.SIGTERM)
+    deadline = time.monotonic() + 15
+    while record.alive and record.path.exists():
+        if time.monotonic() > deadline:
+            raise _failure(f"process {record.pid} was asked to end its cluster {record.identity}, and does not")
+        time.sleep(0.05)
+
+
+def _failure(message: str) -> typer.Exit:
+    console.print(f"[red]error:[/red] {escape(message)}", soft_wrap=True)
+    return typer.Exit(1)
+
+
+def _announce(cluster: Cluster, calibration: Calibration | None) -> None:
+    console.print(f"cluster {cluster.id}: {cluster.nodes} nodes, {cluster.mode}, rate {cluster.rate}")
+    if cluster.why:
+        console.print(f"[yellow]not shaped:[/yellow] {escape(cluster.why)}", soft_wrap=True)
+    if calibration is not None:
+        console.print(escape(str(calibration)), soft_wrap=True)
+        if not calibration.good:
+            console.print("[yellow]the links are not within 15 % of the rate: take times with care[/yellow]")
+
+
+def _conclude(cluster: Cluster, result: Result) -> None:
+    pinned = "pinned" if result.pinned else "not pinned"
+    table = Table(title=f"{result.seconds:.1f} s, {pinned}, exit code {result.code}")
+    for column in ("rank", "node", "exit code", "node sent", "node received"):
+        table.add_column(column, justify="right")
+    for row in _rows(cluster, result):
+        sizes = ["-" if row[key] is None else f"{row[key]:,} B" for key in ("node_bytes_sent", "node_bytes_received")]
+        table.add_row(str(row["rank"]), str(row["node"]), str(row["exit_code"]), *sizes)
+    console.print(table)
+    if result.failed_rank is not None:
+        console.print(f"[red]rank {result.failed_rank} failed with code {result.code}[/red]; the others were ended")
+    if result.timed_out:
+        console.print("[red]the time was up[/red]; all ranks were ended")
+
+
+def _rows(cluster: Cluster, result: Result) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for rank, code in enumerate(result.codes):
+        node, local = divmod(rank, cluster.ranks_per_node)
+        traffic = result.traffic[node] if result.traffic else None
+        rows.append(
+            {
+                "rank": rank,
+                "node": node,
+                "local_rank": local,
+                "exit_code": code,
+                "node_bytes_sent": traffic.bytes_sent if traffic else None,
+                "node_packets_sent": traffic.packets_sent if traffic else None,
+                "node_bytes_received": traffic.bytes_received if traffic else None,
+                "node_packets_received": traffic.packets_received if traffic else None,
+            }
+        )
+    return rows
+
+
+def _report(cluster: Cluster, command: list[str], calibration: Calibration | None, result: Result) -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "kernel": platform.release()}
+    for package in ("thinwire", "torch"):
+        versions[package] = metadata.version(package)
+    return {
+        "command": "lab run",
+        "machine": {"system": platform.platform(), "cores": len(os.sched_getaffinity(0))},
+        "versions": versions,
+        "rows": _rows(cluster, result),
+        "summary": {
+            "job": command,
+            "nodes": cluster.nodes,
+            "ranks_per_node": cluster.ranks_per_node,
+            "rate": cluster.rate,
+            "measured_rate": format_rate(calibration.measured) if calibration and calibration.measured else None,
+            "mode": cluster.mode,
+            "shaped": cluster.shaped,
+            "why_not_shaped": cluster.why or None,
+            "pinned": result.pinned,
+            "exit_code": result.code,
+            "failed_rank": result.failed_rank,
+            "timed_out": result.timed_out,
+            "seconds": result.seconds,
+            "calibration": calibration.as_dict() if calibration else None,
+        },
+    }

@@ -1,0 +1,281 @@
+"""The system commands of the lab: namespaces, cables, a switch and token buckets, by `ip` and `tc`.
+
+    node 0 ── eth0 ═══ p0 ┐
+    node 1 ── eth0 ═══ p1 ┼ br0      every box a network namespace: `<id>-n0`, `<id>-n1`, ..., `<id>-sw`
+    node 2 ── eth0 ═══ p2 ┘
+
+Both ends of a cable send through a bucket: eth0 shapes what a node sends, p0 what it receives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import subprocess
+from dataclasses import dataclass
+
+from ..errors import ThinwireError
+
+FRAME = 1514  # bytes of a full Ethernet frame as the qdisc counts it: 1500 + 14 of header
+
+
+class LabError(ThinwireError):
+    """The emulated cluster cannot do what was asked; says what would be right."""
+
+
+def parse_rate(text: str | None) -> int | None:
+    """Bits a second of `"100mbit"`, `"2.5gbit"`, `"500kbit"`; None, for an unshaped link, of `"none"` or None."""
+    if text is None or text.strip().lower() == "none":
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg])bit\s*", text, re.IGNORECASE)
+    if not match:
+        raise LabError(
+            f"rate {text!r} is not understood: write a number and kbit, mbit or gbit, "
+            f"like '100mbit', '2.5gbit' or '500kbit', or 'none' for a link that is not shaped"
+        )
+    bits = round(float(match[1]) * {"k": 10**3, "m": 10**6, "g": 10**9}[match[2].lower()])
+    if not 64_000 <= bits <= 100_000_000_000:
+        raise LabError(f"rate {text!r} cannot be emulated: choose one from '64kbit' to '100gbit', or 'none'")
+    return bits
+
+
+def format_rate(bits: float | None) -> str:
+    """The text that `parse_rate` reads: `"2.5gbit"`."""
+    if bits is None:
+        return "none"
+    for unit, size in (("gbit", 1e9), ("mbit", 1e6)):
+        if bits >= size:
+            return f"{bits / size:.4g}{unit}"
+    return f"{bits / 1e3:.4g}kbit"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Parameters of `tc tbf` for one end of a cable; sizes in bytes.
+
+    The large bucket (`burst`, 2 ms at the rate) makes up for timers that fire late: 20 MB pass at 0.96 of 1 Gbit/s with
+    it, at 0.90 with 32 KB. Alone it would let 256 KB through at six times the rate, so a second, small bucket (`bucket`,
+    0.12 ms at `peak`, 8 % above the rate) spreads it out. Packets larger than the small bucket would be cut up by the
+    qdisc: `gso` tells the sender not to build them. The small bucket holds at least four frames: with two, 100 Mbit/s
+    both ways at once came to 0.86 to 0.90 of the rate instead of 0.95. But never more than `burst`, and that has a floor
+    of two frames: one is what the kernel needs to send anything at all, the second lets the bucket refill meanwhile.
+    So only below 12 Mbit/s does the burst exceed 2 ms.
+    """
+
+    rate: int
+    burst: int
+    peak: int
+    bucket: int
+    limit: int
+    gso: int
+
+    @classmethod
+    def of(cls, rate: int) -> Shape:
+        a_second = rate / 8
+        burst = max(int(a_second * 0.002), 2 * FRAME)
+        bucket = min(max(int(a_second * 0.00012), 4 * FRAME), burst)
+        return cls(
+            rate=rate,
+            burst=burst,
+            peak=int(rate * 1.08),
+            bucket=bucket,
+            # What a switch port queues: 50 ms, but never less than a few windows of a slow start.
+            limit=max(int(a_second * 0.05), 64 * FRAME),
+            gso=min(max(int(bucket * 0.8), 2 * FRAME), 65536),
+        )
+
+    def tbf(self) -> str:
+        return (
+            f"tbf rate {self.rate}bit burst {self.burst} peakrate {self.peak}bit mtu {self.bucket} limit {self.limit}"
+        )
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What one node's interface counted. A segment that leaves a node in one piece (GSO) counts as one packet."""
+
+    bytes_sent: int = 0
+    packets_sent: int = 0
+    bytes_received: int = 0
+    packets_received: int = 0
+
+    def __sub__(self, earlier: Counters) -> Counters:
+        return Counters(
+            self.bytes_sent - earlier.bytes_sent,
+            self.packets_sent - earlier.packets_sent,
+            self.bytes_received - earlier.bytes_received,
+            self.packets_received - earlier.packets_received,
+        )
+
+
+def command(arguments: list[str], batch: str | None = None) -> str:
+    """Runs one system command to its end and gives its output; `batch` is its standard input."""
+    try:
+        # A session of its own: a Ctrl-C in the terminal must not cut a batch in half.
+        done = subprocess.run(
+            arguments, input=batch or "", capture_output=True, text=True, timeout=60, start_new_session=True
+        )
+    except FileNotFoundError:
+        raise LabError(
+            f"the command {arguments[0]!r} is missing: install iproute2 (ip, tc) and util-linux (unshare, nsenter)"
+        ) from None
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise LabError(f"`{' '.join(arguments)}` failed: {said}")
+    return done.stdout
+
+
+class Owner:
+    """A process that holds a user, a network and a mount namespace, so that an ordinary user may build in them.
+
+    It reads from a pipe that only this process can write: when this process ends, however, the owner ends too, and
+    the kernel takes every namespace in it away. `prefix` put before a command runs it inside.
+    """
+
+    # `ip netns` keeps its names in /run/netns, which an ordinary user cannot write: a tmpfs goes over it. Where the
+    # directory does not exist it has to go over all of /run.
+    _SCRIPT = (
+        "run=$(readlink -f /var/run); over=$run; [ -d $run/netns ] && over=$run/netns; "
+        "mount -t tmpfs -o mode=755 thinwire $over && mkdir -p $run/netns && echo ready && exec cat"
+    )
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        arguments = ["unshare", "--user", "--net", "--mount", "--map-root-user", "sh", "-c", self._SCRIPT]
+        try:
+            self.process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        except FileNotFoundError:
+            raise LabError("the command 'unshare' is missing: install util-linux") from None
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        try:
+            answered, _, _ = select.select([self.process.stdout], [], [], 20)
+            line = self.process.stdout.readline() if answered else ""
+            if line.strip() != "ready":
+                if not answered:
+                    self.process.kill()
+                said = " ".join(self.process.stderr.read().split()) if answered else "no answer in 20 s"
+                raise LabError(f"`unshare --user --net --mount` failed: {said}")
+        except BaseException:
+            self.close()
+            raise
+        pid = str(self.process.pid)
+        self.prefix = ["nsenter", "--target", pid, "--user", "--mount", "--net", "--preserve-credentials", "--"]
+
+    def close(self) -> None:
+        self.process.kill()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+        self.process.wait()
+
+
+class Network:
+    """The namespaces of one cluster. Every name starts with `id`, so that they can be found again by it."""
+
+    def __init__(self, identity: str, nodes: int, prefix: list[str]) -> None:
+        self.nodes = [f"{identity}-n{node}" for node in range(nodes)]
+        self.switch = f"{identity}-sw"
+        self.prefix = prefix
+        self._shaped: set[int] = set()
+
+    @staticmethod
+    def address(node: int) -> str:
+        return f"10.87.{node // 250}.{node % 250 + 1}"
+
+    def hosts(self) -> str:
+        """What /etc/hosts says on every node."""
+        lines = ["127.0.0.1 localhost", "::1 localhost"]
+        for node in range(len(self.nodes)):
+            # torch asks for the names of its peers in the form that IPv6 sockets have them.
+            lines += [f"{self.address(node)} node{node}", f"::ffff:{self.address(node)} node{node}-mapped"]
+        return "\n".join(lines) + "\n"
+
+    def inside(self, node: int) -> list[str]:
+        """The words that, put before a command, run it on that node."""
+        return [*self.prefix, "ip", "netns", "exec", self.nodes[node]]
+
+    def create(self) -> None:
+        self._ip("\n".join(f"netns add {name}" for name in (*self.nodes, self.switch)))
+        # No snooping and, except on loopback, no IPv6: the counters should see the job's packets and no chatter.
+        quiet = "f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1 > $f"
+        for name in (*self.nodes, self.switch):
+            command([*self.prefix, "ip", "netns", "exec", name, "sh", "-c", quiet])
+        lines = ["link add br0 type bridge mcast_snooping 0", "link set br0 up"]
+        for node, name in enumerate(self.nodes):
+            lines += [
+                f"link add p{node} type veth peer name eth0 netns {name}",
+                f"link set p{node} master br0 up",
+            ]
+        self._ip("\n".join(lines), self.switch)
+        for node, name in enumerate(self.nodes):
+            self._ip(f"link set lo up\nlink set eth0 up\naddr add {self.address(node)}/16 dev eth0", name)
+
+    def remove(self) -> None:
+        """Deletes whatever of the network exists; the kernel takes the cables with the namespaces."""
+        remove_namespaces([*self.nodes, self.switch], self.prefix)
+
+    def shape(self, rates: dict[int, int | None]) -> None:
+        """Sets the rate of some nodes' cables, both directions, without dropping what is queued."""
+        ports = []
+        for node, rate in rates.items():
+            ports += self._bucket(f"p{node}", rate, self.switch, node in self._shaped)
+            self._tc(self._bucket("eth0", rate, self.nodes[node], node in self._shaped), self.nodes[node])
+        self._tc(ports, self.switch)
+        for node, rate in rates.items():
+            (self._shaped.add if rate else self._shaped.discard)(node)
+
+    def _bucket(self, device: str, rate: int | None, namespace: str, shaped: bool) -> list[str]:
+        """Lowers the packet size of a device to fit its bucket; gives the line for tc."""
+        shape = Shape.of(rate) if rate else None
+        size = shape.gso if shape else 65536
+        # Before iproute2 5.19 there is no gro_max_size, and nothing is lost: the bucket cuts large packets up itself.
+        with contextlib.suppress(LabError):
+            self._ip(f"link set {device} gso_max_size {size} gro_max_size {size}", namespace)
+        if shape:
+            return [f"qdisc replace dev {device} root {shape.tbf()}"]
+        return [f"qdisc del dev {device} root"] if shaped else []
+
+    def cable(self, node: int, plugged: bool) -> None:
+        self._ip(f"link set p{node} {'up' if plugged else 'down'}", self.switch)
+
+    def counters(self) -> list[Counters]:
+        """Read at the switch, in one command: what a port received its node has sent, and the reverse."""
+        text = command([*self.prefix, "ip", "-n", self.switch, "-s", "-j", "link", "show"])
+        ports = {link["ifname"]: link["stats64"] for link in json.loads(text)}
+        found = []
+        for node in range(len(self.nodes)):
+            stats = ports[f"p{node}"]
+            sent, received = stats["rx"], stats["tx"]
+            found.append(Counters(sent["bytes"], sent["packets"], received["bytes"], received["packets"]))
+        return found
+
+    def _ip(self, lines: str, namespace: str | None = None) -> None:
+        where = ["-n", namespace] if namespace else []
+        command([*self.prefix, "ip", *where, "-batch", "-"], lines + "\n")
+
+    def _tc(self, lines: list[str], namespace: str) -> None:
+        if lines:
+            command([*self.prefix, "tc", "-n", namespace, "-batch", "-"], "\n".join(lines) + "\n")
+
+
+def list_namespaces(prefix: list[str] | None = None) -> list[str]:
+    """The names that `ip netns` knows."""
+    text = command([*(prefix or []), "ip", "netns", "list"])
+    return [line.split()[0] for line in text.splitlines() if line.strip()]
+
+
+def remove_namespaces(names: list[str], prefix: list[str] | None = None) -> None:
+    there = set(list_namespaces(prefix)).intersection(names)
+    if there:
+        command([*(prefix or []), "ip", "-batch", "-"], "".join(f"netns del {name}\n" for name in sorted(there)))

@@ -1,0 +1,114 @@
+"""What the tests of the lab share: clusters, programs that own one, and the search for what they left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from thinwire.lab import Cluster, LabError
+from thinwire.lab.leftovers import directories, processes
+from thinwire.lab.netns import list_namespaces
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+# `import thinwire` loads torch, which takes seconds, and the lab does not need it.
+LIGHT = f"""
+import signal, sys, types
+package = types.ModuleType("thinwire")
+package.__path__ = [{str(SOURCE / "thinwire")!r}]
+sys.modules["thinwire"] = package
+"""
+
+# A program with a cluster and a job on it, whose ranks have children, one of them in a session of its own.
+OWNER = (
+    LIGHT
+    + """
+from thinwire.lab import Cluster
+with Cluster(2, rate="1gbit", mode=sys.argv[1]) as cluster:
+    print(cluster.id, flush=True)
+    cluster.run(["sh", "-c", "sleep 600 & setsid sleep 600 & echo ready; sleep 600"])
+"""
+)
+
+COMMAND = LIGHT + "from thinwire.cli.lab import app\napp()\n"
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of these clusters go where no other cluster of this machine has its own."""
+    runtime = tmp_path / "runtime"
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+
+
+def _impossible(mode: str) -> str:
+    try:
+        with Cluster(1, rate="1gbit", mode=mode):  # type: ignore[arg-type]
+            return ""
+    except LabError as error:
+        return str(error)
+
+
+_why = {mode: _impossible(mode) for mode in ("root", "rootless")}
+MODES = [
+    pytest.param(mode, marks=pytest.mark.skipif(bool(why), reason=f"no {mode} cluster here: {why}"))
+    for mode, why in _why.items()
+]
+ANY_MODE = next((mode for mode, why in _why.items() if not why), None)
+needs_namespaces = pytest.mark.skipif(ANY_MODE is None, reason=f"no network namespaces here: {_why}")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster(2, rate="1gbit", mode=ANY_MODE) as made:  # type: ignore[arg-type]
+        yield made
+
+
+def left_of(identity: str) -> list[str]:
+    """Namespaces, processes and files of a cluster; empty when it is gone."""
+    found = [name for name in list_namespaces() if name.startswith(identity)]
+    found += [f"process {pid}" for pid in processes(identity)]
+    for directory in directories():
+        if directory.is_dir():
+            found += [str(path) for path in directory.iterdir() if path.name.startswith(identity)]
+    return found
+
+
+def host_state() -> tuple[set[str], str]:
+    """The host's own interfaces and /etc/hosts, which no cluster may touch."""
+    interfaces = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in interfaces.splitlines()}, Path("/etc/hosts").read_text() + os.uname().nodename
+
+
+Own = Callable[[str], tuple["subprocess.Popen[str]", str]]
+
+
+@pytest.fixture
+def own() -> Iterator[Own]:
+    """Starts a program with a cluster and waits until its job runs; gives the process and the cluster's name."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(mode: str) -> tuple[subprocess.Popen[str], str]:
+        process = subprocess.Popen([sys.executable, "-c", OWNER, mode], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        identity = process.stdout.readline().strip()
+        ready = {process.stdout.readline().strip() for _ in range(2)}
+        assert ready == {"[0] ready", "[1] ready"}
+        return process, identity
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def thinwire_lab(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )

@@ -1,0 +1,88 @@
+"""`thinwire lab` as somebody types it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire.lab.leftovers import records
+
+from .conftest import COMMAND, left_of, needs_namespaces, thinwire_lab
+
+
+@needs_namespaces
+def test_run(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    words = ["--nodes", "2", "--rate", "100mbit", "--no-calibrate", "--json", str(file)]
+    done = thinwire_lab("run", *words, "--", "sh", "-c", 'echo "$0 $RANK $WORLD_SIZE"; exit $((RANK * 3))', "--rate")
+    assert done.returncode == 3, done.stderr
+    assert set(done.stdout.splitlines()) >= {"[1] --rate 1 2"}
+    assert "rank 1 failed with code 3" in done.stderr
+    report = json.loads(file.read_text())
+    assert report["command"] == "lab run"
+    assert set(report) == {"command", "machine", "versions", "rows", "summary"}
+    assert [row["rank"] for row in report["rows"]] == [0, 1]
+    assert report["rows"][1]["exit_code"] == 3
+    assert report["rows"][0]["node_bytes_sent"] >= 0
+    assert report["summary"]["rate"] == "100mbit"
+    assert report["summary"]["shaped"] is True
+    assert records() == []
+
+
+@needs_namespaces
+def test_run_calibrates() -> None:
+    done = thinwire_lab("run", "--nodes", "2", "--rate", "1gbit", "true")
+    assert done.returncode == 0, done.stderr
+    assert "rate 1gbit, measured: 64 KB" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--rate", "fast", "--", "true"], "'fast'"),
+        (["run", "--nodes", "0", "--", "true"], "--nodes"),
+        (["run"], "COMMAND"),
+        (["down", "tw123"], "'tw123'"),
+    ],
+)
+def test_errors_are_sentences(words: list[str], said: str) -> None:
+    done = thinwire_lab(*words)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@needs_namespaces
+@pytest.mark.parametrize("by", ["interrupt", "lab down"])
+def test_up_stays_until_it_is_asked(by: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "up", "--nodes", "2"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        identity = process.stderr.readline().split()[1].rstrip(":")
+        said = ""
+        while "It stays" not in (line := process.stderr.readline()):
+            said += line
+        assert f"ip netns exec {identity}-n1 bash" in said
+        assert left_of(identity)
+        if by == "interrupt":
+            process.send_signal(signal.SIGINT)
+        else:
+            assert identity in thinwire_lab("down").stderr
+        assert "gone" in process.communicate(timeout=30)[1]
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert left_of(identity) == []
+
+
+def test_help_has_examples() -> None:
+    done = thinwire_lab("run", "--help")
+    assert "thinwire lab run --nodes 2 --rate 100mbit -- python train.py" in " ".join(done.stdout.split())
