@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import shlex
 import signal
 import threading
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -24,6 +20,8 @@ from ..lab.cluster import Cluster
 from ..lab.launch import Result
 from ..lab.leftovers import Record, records, remove_dead
 from ..lab.netns import format_rate
+from ..lab.results import result, write
+from .console import console, failure
 
 app = typer.Typer(
     name="lab",
@@ -31,9 +29,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="An emulated cluster on this machine: one network namespace a node, links of a chosen rate. No root needed.",
 )
-
-# Standard output belongs to the job. What the lab itself says goes to the other one.
-console = Console(stderr=True, highlight=False)
 
 Nodes = Annotated[int, typer.Option(help="Emulated machines.", min=1)]
 Rate = Annotated[str, typer.Option(help="Rate of every link, both directions: 500kbit, 100mbit, 2.5gbit, or none.")]
@@ -48,7 +43,7 @@ def up(nodes: Nodes = 4, rate: Rate = "1gbit") -> None:
     try:
         with Cluster(nodes, rate=rate, about={"kept": True}) as cluster:
             if cluster.mode == "loopback":
-                raise _failure(f"there is nothing to keep up: {cluster.why}")
+                raise failure(f"there is nothing to keep up: {cluster.why}")
             _announce(cluster, cluster.calibrate())
             for node in range(nodes):
                 words = shlex.join([*cluster.enter(node), "bash"])
@@ -56,7 +51,7 @@ def up(nodes: Nodes = 4, rate: Rate = "1gbit") -> None:
             console.print("It stays until Ctrl-C here, or `thinwire lab down` elsewhere.")
             threading.Event().wait()
     except ThinwireError as error:
-        raise _failure(str(error)) from None
+        raise failure(str(error)) from None
     except KeyboardInterrupt:
         pass
     except SystemExit as leaving:
@@ -92,16 +87,15 @@ def run(
         with Cluster(nodes, ranks_per_node, rate) as cluster:
             calibration = cluster.calibrate() if calibrate else None
             _announce(cluster, calibration)
-            result = cluster.run(command, pin=pin, timeout=timeout)
-            _conclude(cluster, result)
+            outcome = cluster.run(command, pin=pin, timeout=timeout)
+            _conclude(cluster, outcome)
             if json_file is not None:
-                text = json.dumps(_report(cluster, command, calibration, result), indent=2)
-                json_file.write_text(text + "\n")
+                write(json_file, _report(cluster, command, calibration, outcome))
     except (ThinwireError, OSError) as error:
-        raise _failure(str(error)) from None
+        raise failure(str(error)) from None
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
-    raise typer.Exit(result.code)
+    raise typer.Exit(outcome.code)
 
 
 @app.command()
@@ -125,11 +119,11 @@ def down(
         else:
             removed = [record for record in records() if _is_meant(record, cluster)]
             if cluster is not None and not removed:
-                raise _failure(f"no cluster {cluster!r} is kept by `thinwire lab up`; `thinwire lab down` ends all")
+                raise failure(f"no cluster {cluster!r} is kept by `thinwire lab up`; `thinwire lab down` ends all")
             for record in removed:
                 _ask_to_end(record)
     except ThinwireError as error:
-        raise _failure(str(error)) from None
+        raise failure(str(error)) from None
     for record in removed:
         console.print(f"removed {record.identity}, of process {record.pid}")
     if not removed:
@@ -145,13 +139,8 @@ def _ask_to_end(record: Record) -> None:
     deadline = time.monotonic() + 15
     while record.alive and record.path.exists():
         if time.monotonic() > deadline:
-            raise _failure(f"process {record.pid} was asked to end its cluster {record.identity}, and does not")
+            raise failure(f"process {record.pid} was asked to end its cluster {record.identity}, and does not")
         time.sleep(0.05)
-
-
-def _failure(message: str) -> typer.Exit:
-    console.print(f"[red]error:[/red] {escape(message)}", soft_wrap=True)
-    return typer.Exit(1)
 
 
 def _announce(cluster: Cluster, calibration: Calibration | None) -> None:
@@ -199,16 +188,11 @@ def _rows(cluster: Cluster, result: Result) -> list[dict[str, Any]]:
     return rows
 
 
-def _report(cluster: Cluster, command: list[str], calibration: Calibration | None, result: Result) -> dict[str, Any]:
-    versions = {"python": platform.python_version(), "kernel": platform.release()}
-    for package in ("thinwire", "torch"):
-        versions[package] = metadata.version(package)
-    return {
-        "command": "lab run",
-        "machine": {"system": platform.platform(), "cores": len(os.sched_getaffinity(0))},
-        "versions": versions,
-        "rows": _rows(cluster, result),
-        "summary": {
+def _report(cluster: Cluster, command: list[str], calibration: Calibration | None, outcome: Result) -> dict[str, Any]:
+    return result(
+        "lab run",
+        _rows(cluster, outcome),
+        {
             "job": command,
             "nodes": cluster.nodes,
             "ranks_per_node": cluster.ranks_per_node,
@@ -217,11 +201,11 @@ def _report(cluster: Cluster, command: list[str], calibration: Calibration | Non
             "mode": cluster.mode,
             "shaped": cluster.shaped,
             "why_not_shaped": cluster.why or None,
-            "pinned": result.pinned,
-            "exit_code": result.code,
-            "failed_rank": result.failed_rank,
-            "timed_out": result.timed_out,
-            "seconds": result.seconds,
+            "pinned": outcome.pinned,
+            "exit_code": outcome.code,
+            "failed_rank": outcome.failed_rank,
+            "timed_out": outcome.timed_out,
+            "seconds": outcome.seconds,
             "calibration": calibration.as_dict() if calibration else None,
         },
-    }
+    )

@@ -3,6 +3,7 @@
 | name   | model                                    | parameters | what it stresses                                |
 |--------|------------------------------------------|------------|-------------------------------------------------|
 | gpt    | 6 blocks of width 384, 64 bytes of text  | 10.9 M     | many tensors of medium size, as transformers do |
+| gpt-small | 4 blocks of width 192                 | 1.9 M      | the same, for a demonstration of a minute       |
 | vgg    | 5 convolutions, then one dense 4096x2048 | 8.9 M      | one layer with nearly all parameters            |
 | resnet | ResNet-20 for CIFAR, width 32            | 1.1 M      | computation long, gradients small               |
 | lstm   | 30 000 words of 256, LSTM of 256         | 8.7 M      | an embedding whose gradient is mostly zero      |
@@ -59,7 +60,7 @@ class Workload:
 
 
 def load(name: str, data: str | Path | None = None, batch_size: int | None = None, seed: int = 0) -> Workload:
-    """One of "gpt", "vgg", "resnet", "lstm"; `data` is a text file for gpt (bytes) and lstm (words)."""
+    """One of "gpt", "gpt-small", "vgg", "resnet", "lstm"; `data` is a text file for the GPTs (bytes) and lstm (words)."""
     if name not in _WORKLOADS:
         raise LabError(f"workload {name!r} does not exist: choose one of {', '.join(_WORKLOADS)}")
     build, source, size = _WORKLOADS[name]
@@ -233,6 +234,7 @@ Source = Callable[[Path | None, int, int], Callable[[torch.Generator], Batch]]
 
 _WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Source, int]] = {
     "gpt": (GPT, _bytes, 2),
+    "gpt-small": (lambda: GPT(layers=4, width=192), _bytes, 8),
     "vgg": (vgg, _images, 16),
     "resnet": (resnet, _images, 8),
     "lstm": (LSTM, _words, 16),

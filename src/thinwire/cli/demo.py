@@ -1,0 +1,105 @@
+"""`thinwire demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..codecs import parse
+from ..lab.cluster import Cluster
+from ..lab.demo import WARM_UP, Outcome, train
+from ..lab.results import result, write
+from .console import console, errors, failure, output
+
+
+def demo(
+    codec: Annotated[str, typer.Option(help="How gradients are compressed.")] = "micro(density=0.01)",
+    rate: Annotated[str, typer.Option(help="Rate of the link between the two machines.")] = "100mbit",
+    steps: Annotated[int, typer.Option(help="Training steps of each run.", min=WARM_UP + 2)] = 80,
+    data: Annotated[
+        Path | None, typer.Option(help="A text to learn; default: the texts of Python's own help.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Train a small GPT on two emulated machines with a slow link between them, plainly and through thinwire.
+
+    Example: thinwire demo --rate 1gbit --codec 'topk(density=0.01)'
+    """
+    with errors():
+        parse(codec)
+        if data is not None and not data.is_file():
+            raise failure(f"there is no file {str(data)!r}")
+        with Cluster(2, rate=rate) as cluster:
+            if cluster.why:
+                console.print(f"[yellow]{escape(cluster.why)}[/yellow]", soft_wrap=True)
+            else:
+                console.print(escape(f"two nodes, {cluster.rate}; {cluster.calibrate()}"), soft_wrap=True)
+            outcomes = _run_all(cluster, ["fp32", codec], steps, data)
+            _show(outcomes, cluster)
+            if json_file is not None:
+                write(json_file, _result(outcomes, cluster, steps))
+
+
+def _run_all(cluster: Cluster, methods: list[str], steps: int, data: Path | None) -> list[Outcome]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    outcomes = []
+    with Progress(*columns, console=console) as progress:
+        for method in methods:
+            task = progress.add_task(_name(method), total=steps)
+
+            def on_step(outcome: Outcome, task: object = task) -> None:
+                progress.update(task, completed=len(outcome.losses))  # type: ignore[arg-type]
+
+            outcomes.append(train(cluster, method, steps, data, on_step))
+    return outcomes
+
+
+def _name(method: str) -> str:
+    return "plain DDP, fp32" if method == "fp32" else f"thinwire, {method}"
+
+
+def _show(outcomes: list[Outcome], cluster: Cluster) -> None:
+    rate = cluster.rate if cluster.shaped else "loopback, not shaped"
+    table = Table(
+        title=f"2 workers, {rate}: small GPT (1.9 M parameters), text of Python's help", title_justify="left"
+    )
+    for column in ("", "step (median)", "sent by a node a step", "loss at the end", "faster"):
+        table.add_column(column, justify="left" if not column else "right")
+    dense = outcomes[0]
+    for outcome in outcomes:
+        size = outcome.bytes_per_step or outcome.stats.get("bytes_per_step")
+        table.add_row(
+            _name(outcome.method),
+            f"{1000 * outcome.step_seconds:.0f} ms",
+            f"{size / 1e6:.2f} MB" if size else "-",
+            f"{outcome.last_loss:.3f}",
+            f"{dense.step_seconds / outcome.step_seconds:.1f} x",
+        )
+    output.print(table)
+
+
+def _result(outcomes: list[Outcome], cluster: Cluster, steps: int) -> dict[str, object]:
+    rows = [
+        {
+            "workload": "gpt-small",
+            "nodes": 2,
+            "ranks_per_node": 1,
+            "rate": cluster.rate,
+            "method": outcome.method,
+            "seconds": outcome.step_seconds,
+            "ratio_to_fp32": outcome.step_seconds / outcomes[0].step_seconds,
+            "bytes_per_rank": outcome.bytes_per_step,
+            "stats_bytes_per_rank": outcome.stats.get("bytes_per_step"),
+            "loss": outcome.last_loss,
+            "steps": steps,
+        }
+        for outcome in outcomes
+    ]
+    return result(
+        "demo", rows, {"mode": cluster.mode, "shaped": cluster.shaped, "why_not_shaped": cluster.why or None}
+    )

@@ -1,0 +1,36 @@
+"""The one form of all result files: command, machine, versions, flat rows, a summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def result(command: str, rows: list[dict[str, Any]], summary: dict[str, Any]) -> dict[str, Any]:
+    """Seconds, bytes and ratios are numbers; a row has no nested values."""
+    versions = {"python": platform.python_version(), "kernel": platform.release()}
+    for package in ("thinwire", "torch", "numba"):
+        versions[package] = metadata.version(package)
+    return {
+        "command": command,
+        "machine": {"system": platform.platform(), "processor": _processor(), "cores": len(os.sched_getaffinity(0))},
+        "versions": versions,
+        "rows": rows,
+        "summary": summary,
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

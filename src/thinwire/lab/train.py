@@ -1,0 +1,60 @@
+"""One rank of a training job on the lab: `python -m thinwire.lab.train --method fp32|CODEC --steps N`.
+
+Ordinary DDP and one line for thinwire. Progress goes to standard output as JSON lines, from rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+
+from .workloads import load
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", default="gpt-small")
+    parser.add_argument("--data", default=None)
+    parser.add_argument(
+        "--method", default="fp32", help="fp32 for plain DDP, or a codec such as 'micro(density=0.01)'"
+    )
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--lr", type=float, default=0.1)
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    work = load(options.workload, data=options.data)
+    ddp = DistributedDataParallel(work.model(), bucket_cap_mb=4)
+    wire = None if options.method == "fp32" else thinwire.attach(ddp, options.method)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=options.lr, momentum=0.9)
+    for step in range(options.steps):
+        begun = time.perf_counter()
+        optimizer.zero_grad()
+        loss = work.loss(ddp, work.batch(step, rank))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        mean = loss.detach().clone()
+        seconds = time.perf_counter() - begun
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        if rank == 0:
+            print(json.dumps({"step": step, "loss": mean.item(), "seconds": seconds}), flush=True)
+    if rank == 0 and wire is not None:
+        stats = wire.stats()
+        print(
+            json.dumps({"stats": {key: stats[key] for key in ("steps", "bytes_per_step", "residual_norm")}}),
+            flush=True,
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
