@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..version import __version__
-from . import demo, lab
+from . import bench, demo, lab
 
 app = typer.Typer(
     name="thinwire",
@@ -16,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train PyTorch models fast over slow networks.",
 )
+app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.command()(demo.demo)
 

@@ -1,0 +1,196 @@
+"""Kernels against their limits: every codec's encode and decode beside `residual.add_(gradient)`, in one run on one core.
+
+Each repetition runs everything once, in turn, so that a noisy moment meets all alike. Codecs run in their error-feedback
+loop on all ranks; the clock looks at rank 0 only. Reported are medians, and ratios to the floor of the same run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec, parse
+from ..engine.layout import build, describe
+from ..engine.member import Member
+from ..schemes.world import Collective, LocalWorld
+
+WARM_UP = 8
+
+
+def default_codecs(density: float, ranks: int) -> list[tuple[str, int]]:
+    """What is measured: (codec, ranks)."""
+    d = f"density={density:g}"
+    return [
+        (f"micro({d})", ranks),
+        (f"micro({d}, values='fp16')", ranks),
+        (f"micro({d})", 4 * ranks),
+        (f"laplace({d}, values='fp16')", ranks),
+        (f"laplace({d}, exact=True)", ranks),
+        ("adacomp", ranks),
+        ("adacomp(bin_dense=50)", ranks),
+        (f"randomblock(ratio={1 / density:g})", ranks),
+        (f"randomk({d})", ranks),
+        (f"dgc({d})", ranks),
+        (f"sidco({d})", ranks),
+        (f"topk({d})", ranks),
+        ("cast", ranks),
+        ("int8", ranks),
+        ("sign", ranks),
+        ("lowrank", ranks),
+    ]
+
+
+@dataclass
+class Run:
+    """One codec in its loop: times of rank 0, and what all ranks sent."""
+
+    text: str
+    ranks: int
+    elements: int
+    codec: Codec = field(init=False)
+    members: list[Member] = field(init=False)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    bits: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.codec = parse(self.text)
+        rows = max(1, math.isqrt(self.elements))
+        shape = (rows, self.elements // rows)
+        layout = build([[describe("weight", torch.empty(shape, device="meta"))]], self.codec, min_elements=0)
+        self.members = [Member(layout, rank, self.ranks) for rank in range(self.ranks)]
+        self.world = LocalWorld(self.ranks)
+        self.buffers = [torch.empty(shape).view(-1) for _ in range(self.ranks)]
+        self.riders = torch.zeros(0)
+
+    def step(self, gradients: list[Tensor], turn: int, keep: bool) -> None:
+        """One exchange on all ranks. Phases: select (to the first collective), encode (to the last), decode."""
+        runs: list[Generator[Collective, None, None]] = []
+        for rank, (member, buffer) in enumerate(zip(self.members, self.buffers, strict=True)):
+            buffer.copy_(gradients[(turn + rank) % len(gradients)][: buffer.numel()])
+            runs.append(member.run(0, buffer, self.riders))
+        marks = [0.0]
+        gathered = summed = 0
+        while True:
+            parts: list[Collective] = []
+            for rank, run in enumerate(runs):
+                begun = time.perf_counter()
+                part = next(run, None)
+                if rank == 0:
+                    marks.append(time.perf_counter() - begun)
+                if part is not None:
+                    parts.append(part)
+            if not parts:
+                break
+            if parts[0].operation == "gather":
+                gathered += 8 * sum(part.bytes for part in parts)
+            else:
+                summed += 8 * parts[0].bytes
+            self.world.issue(0, parts, lambda: None)
+        if keep:
+            for phase, seconds in (("select", marks[1]), ("encode", sum(marks[1:-1])), ("decode", marks[-1])):
+                self.seconds.setdefault(phase, []).append(seconds)
+            entries = sum(member.groups[0].entries for member in self.members)
+            if entries:
+                # A gathered value stands beside its index in one rank's message; a summed one belongs to all ranks.
+                self.bits.append((gathered + summed) / entries)
+        for member in self.members:
+            member.finish()
+
+
+def gradients_of(elements: int, count: int = 3, seed: int = 0) -> list[Tensor]:
+    """Gradients whose scale changes from block to block, as layers do."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = max(1, elements // 4096)
+    scale = torch.exp(torch.randn(blocks, generator=generator)).repeat_interleave(-(-elements // blocks))[:elements]
+    return [torch.randn(elements, generator=generator) * scale for _ in range(count)]
+
+
+def eager(residual: Tensor, gradient: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """The threshold pipeline as one would write it with torch operations."""
+    residual.add_(gradient)
+    indices = (residual.abs() >= threshold).nonzero().squeeze(1)
+    values = residual[indices]
+    residual[indices] = 0
+    return indices, values
+
+
+def topk(residual: Tensor, gradient: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The usual top-k hook."""
+    residual.add_(gradient)
+    indices = residual.abs().topk(k, sorted=False).indices
+    values = residual[indices]
+    residual[indices] = 0
+    return indices, values
+
+
+def entropy_bits(density: float) -> float:
+    """Bits that a place needs at the least, for each place selected at random with this density."""
+    if density >= 1.0:
+        return 0.0
+    return -math.log2(density) - (1 - density) / density * math.log2(1 - density)
+
+
+def run(
+    elements: int,
+    density: float,
+    ranks: int,
+    repetitions: int,
+    codecs: list[tuple[str, int]],
+    progress: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Rows as in the result file."""
+    torch.set_num_threads(1)
+    gradients = gradients_of(elements)
+    k = max(1, round(density * elements))
+    threshold = float(gradients[0].abs().topk(k).values[-1])
+    residuals = {phase: torch.zeros(elements) for phase in ("floor", "eager", "topk")}
+    plain: dict[str, list[float]] = {phase: [] for phase in residuals}
+    runs = [Run(text, count, elements) for text, count in codecs]
+    for turn in range(WARM_UP + repetitions):
+        keep = turn >= WARM_UP
+        gradient = gradients[turn % len(gradients)]
+        baselines: dict[str, Callable[[], object]] = {
+            "floor": lambda g=gradient: residuals["floor"].add_(g),  # type: ignore[misc]
+            "eager": lambda g=gradient: eager(residuals["eager"], g, threshold),  # type: ignore[misc]
+            "topk": lambda g=gradient: topk(residuals["topk"], g, k),  # type: ignore[misc]
+        }
+        for phase, work in baselines.items():
+            if phase == "floor" or turn >= WARM_UP - 1:
+                begun = time.perf_counter()
+                work()
+                if keep:
+                    plain[phase].append(time.perf_counter() - begun)
+        for codec in runs:
+            codec.step(gradients, turn, keep)
+        progress()
+    floor, slow = statistics.median(plain["floor"]), statistics.median(plain["topk"])
+
+    def row(codec: str, phase: str, count: int, seconds: list[float], bits: list[float], value_bits: int) -> dict[str, Any]:
+        median = statistics.median(seconds)
+        return {
+            "codec": codec,
+            "phase": phase,
+            "elements": elements,
+            "density": density,
+            "ranks": count,
+            "seconds": median,
+            "ratio_to_add": median / floor,
+            "speedup_over_topk": slow / median,
+            "bits_per_selected": statistics.median(bits) if bits else None,
+            "entropy_bits": entropy_bits(density) + value_bits if bits else None,
+        }
+
+    rows = [row("none", phase, 1, seconds, [], 0) for phase, seconds in plain.items()]
+    for codec in runs:
+        value_bits = {"fp32": 32, "fp16": 16, "bf16": 16}.get(getattr(codec.codec, "values", ""), 0)
+        for phase, seconds in codec.seconds.items():
+            bits = codec.bits if phase == "encode" and value_bits else []
+            rows.append(row(codec.text, phase, codec.ranks, seconds, bits, value_bits))
+    return rows
