@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -60,43 +59,6 @@ def test_codec_that_raises_on_one_rank() -> None:
     assert "in encode" in texts[1], "the rank with the defect sees its own traceback"
     for rank in (0, 2):
         assert "group 0, step 3, all-gather of round 1" in texts[rank], texts[rank]
-
-
-def _stall(folder: str) -> str:
-    """Rank 0 waits in backward for the others, which do not come; then Ctrl-C."""
-    ddp = wrapped()
-    thinwire.attach(ddp, "topk(density=0.05)", min_elements=100)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    train(ddp, optimizer, range(4))
-    if dist.get_rank() != 0:
-        time.sleep(6)
-        os._exit(0)
-    sent: list[float] = []
-
-    def press() -> None:
-        time.sleep(1.0)
-        sent.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=press, daemon=True).start()
-    try:
-        train(ddp, optimizer, range(4, 8))
-    except KeyboardInterrupt:
-        kind = "KeyboardInterrupt"
-    except RuntimeError as error:
-        kind = f"RuntimeError {error}"
-    took = time.monotonic() - sent[0]
-    (Path(folder) / "outcome").write_text(f"{kind} {took:.2f}")
-    raise SystemExit(3)
-
-
-def test_interrupt_in_the_middle_of_backward(tmp_path: Path) -> None:
-    begun = time.monotonic()
-    outcomes(3, _stall, str(tmp_path), gloo=40.0)
-    kind, took = (tmp_path / "outcome").read_text().rsplit(" ", 1)
-    assert kind == "KeyboardInterrupt"
-    assert float(took) < 3.0
-    assert time.monotonic() - begun < 35, "nothing waited for the timeout of the process group"
 
 
 def _lose_a_rank() -> str:

@@ -28,7 +28,7 @@ class Capacity:
         if not self.recent:
             return self._first
         most, least = max(self.recent), min(self.recent)
-        margin = max(most // 50, min(most // 4, 2 * (most - least)))
+        margin = max(most // 50, min(most // 4, (most - least) // 2))
         return min(self.largest, _round_up(max(self._smallest, most + margin)))
 
     def observe(self, wanted: int) -> None:

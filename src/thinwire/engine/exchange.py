@@ -46,7 +46,7 @@ class Exchange(Wire):
         try:
             codec = parse(codec) if isinstance(codec, str) else codec
             tensors = [describe(name, tensor) for name, tensor in dict(named_tensors).items()]
-            _check(tensors)
+            _check(tensors, codec)
             layout = build(_buckets(tensors, group_bytes), codec, exclude=exclude, min_elements=min_elements)
             facts = {
                 "codec": str(codec),
@@ -110,7 +110,11 @@ class Exchange(Wire):
             raise errors[0]
 
 
-def _check(tensors: Sequence[TensorInfo]) -> None:
+def _check(tensors: Sequence[TensorInfo], codec: object) -> None:
+    if not isinstance(codec, Codec):
+        raise AttachError(
+            f"{codec!r} is not a codec: give thinwire.TopK(0.01), or a text such as 'topk(density=0.01)'"
+        )
     for tensor in tensors:
         if not getattr(torch, tensor.dtype).is_floating_point:
             raise AttachError(f"{tensor.name!r} is {tensor.dtype}: only real floating-point tensors can be exchanged")

@@ -38,6 +38,8 @@ class GroupRun:
     wanted: int = 0
     entries: int = 0
     bytes: int = 0
+    gathered: int = 0
+    """Those of `bytes` that went into an all-gather."""
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Member:
         if scaled:
             gradient.mul_(1.0 / self.scale)
         run.state.step = self.step
-        run.bytes = run.entries = 0
+        run.bytes = run.gathered = run.entries = 0
         run.wanted = -1
         self._make_room(run)
         finite = True
@@ -118,6 +120,7 @@ class Member:
                     )
                 incoming = run.incoming[: size * self.world]
                 run.bytes += size
+                run.gathered += size
                 yield Collective("gather", run.state.outgoing, incoming)
                 finite &= self._read_headers(run, incoming, size)
                 answer = list(incoming.view(self.world, size))
@@ -141,12 +144,19 @@ class Member:
             finite = all_finite(gradient)
         if finite and scaled:
             gradient.mul_(self.scale)
-        if finite and run.group.dtype != "float32" and self.tests_results and gradient.dtype == torch.float32:
-            finite = all_finite(gradient.to(getattr(torch, run.group.dtype)))
+        if finite and self.tests_results and gradient.dtype == torch.float32:
+            finite = self._fits(gradient, run.group.dtype, scaled)
         if not finite:
             self.off = True
             gradient.fill_(NAN)
             riders.fill_(NAN)
+
+    @staticmethod
+    def _fits(result: Tensor, dtype: str, scaled: bool) -> bool:
+        """Whether a float32 mean stays finite in the dtype of its bucket. A mean of finite values is, in float32."""
+        if dtype in ("float16", "bfloat16"):
+            return all_finite(result.to(getattr(torch, dtype)))
+        return not scaled or all_finite(result)
 
     def _make_room(self, run: GroupRun) -> None:
         if run.capacity is None:

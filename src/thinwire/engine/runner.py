@@ -127,10 +127,10 @@ class Runner:
                 return
             self.error = error if error is not None else WireClosed("it was closed")
             waiting, self._open = self._open, []
-        self.world.close()
         for arrival in waiting:
             arrival.done(self.error)
         self._inbox.put(None)
+        self.world.close()  # last: it may have to wait for a collective that a peer never joins
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 

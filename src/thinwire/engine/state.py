@@ -3,21 +3,24 @@
 A flat dictionary whose keys all carry the rank, because tensors under the same key on several ranks are taken for
 replicas by `torch.distributed.checkpoint`:
 
-    rank0.thinwire          a JSON text: versions, world, step, layout, capacities, numbers of the codecs
+    rank0.thinwire          a JSON text: versions, world, step, layout, capacities, what the codecs remember
     rank0.residual.NAME     float32, shaped like the parameter
-    rank0.codec.GROUP.FIELD a tensor that a codec remembers
+
+It loads a tensor only where the new job says that it has one, so tensors must not depend on what the new job learns
+later: a residual stands under the name of its parameter, and what belongs to a group is in the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..codecs import parse
 from ..errors import StateError
 from ..version import __version__
 from .layout import Layout, TensorInfo
@@ -26,8 +29,19 @@ from .runner import Runner
 FORMAT = 1
 
 
+class Array(msgspec.Struct, forbid_unknown_fields=True):
+    """A small tensor that a codec remembers; `data` is base64 in the text."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+Number = float | int | bool | str
+
+
 class Meta(msgspec.Struct, forbid_unknown_fields=True):
-    """The part of a state that is not tensors."""
+    """The part of a state that is not residuals."""
 
     format: int
     version: str
@@ -38,7 +52,18 @@ class Meta(msgspec.Struct, forbid_unknown_fields=True):
     skipped: int = 0
     layout: Layout | None = None
     capacities: list[list[int]] = []
-    numbers: list[dict[str, float | int | bool | str]] = []
+    numbers: list[dict[str, Number]] = []
+    arrays: list[dict[str, Array]] = []
+
+
+def blank(layout: Layout, *, rank: int) -> dict[str, Any]:
+    """The residuals of a job that has not begun to compress, as many as it will have."""
+    return {
+        f"rank{rank}.residual.{slot.name}": torch.zeros(slot.shape)
+        for group, codec in zip(layout.groups, layout.codecs(), strict=True)
+        for slot in group.slots
+        if codec.keeps_residual and slot.role == "coded"
+    }
 
 
 def save(runner: Runner | None, *, rank: int, world: int, codec: str) -> dict[str, Any]:
@@ -52,16 +77,18 @@ def save(runner: Runner | None, *, rank: int, world: int, codec: str) -> dict[st
             state[f"rank{rank}.residual.{name}"] = residual.clone()
         for run in member.groups:
             meta.capacities.append(list(run.capacity.recent) if run.capacity else [])
-            numbers: dict[str, float | int | bool | str] = {}
+            numbers: dict[str, Number] = {}
+            arrays: dict[str, Array] = {}
             for field in run.state.saved:
                 value = getattr(run.state, field)
-                if isinstance(value, np.ndarray):
-                    value = torch.from_numpy(value)
-                if isinstance(value, Tensor):
-                    state[f"rank{rank}.codec.{run.info.name}.{field}"] = value.clone()
+                if isinstance(value, Tensor | np.ndarray):
+                    tensor = torch.as_tensor(value).contiguous()
+                    data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+                    arrays[field] = Array(_dtype(tensor), tuple(tensor.shape), data)
                 else:
                     numbers[field] = value
             meta.numbers.append(numbers)
+            meta.arrays.append(arrays)
     state[f"rank{rank}.thinwire"] = msgspec.json.encode(meta).decode()
     return state
 
@@ -69,15 +96,17 @@ def save(runner: Runner | None, *, rank: int, world: int, codec: str) -> dict[st
 def read_meta(state: Mapping[str, Any], *, rank: int, world: int, codec: str, tensors: Sequence[TensorInfo]) -> Meta:
     """The meta part of this rank's state, or an error that names the first thing that does not fit."""
     key = f"rank{rank}.thinwire"
+    if not isinstance(state, Mapping):
+        raise StateError(f"a state is a dictionary, as state_dict() gives it, not {type(state).__name__}")
     if key not in state:
-        held = sorted({name.split(".")[0] for name in state if name.startswith("rank")})
+        held = sorted({name.split(".")[0] for name in map(str, state) if name.startswith("rank")})
         raise StateError(
-            f"this state holds nothing of rank {rank} (it has: {', '.join(map(str, held)) or 'no rank at all'}): residuals "
+            f"this state holds nothing of rank {rank} (it has: {', '.join(held) or 'no rank at all'}): residuals "
             "differ from rank to rank, so every rank must save its own state_dict()"
         )
     try:
         meta = msgspec.json.decode(state[key], type=Meta)
-    except (msgspec.MsgspecError, TypeError, UnicodeError) as error:
+    except (msgspec.MsgspecError, TypeError, UnicodeError, RecursionError) as error:
         raise StateError(f"{key!r} cannot be read: {error}") from error
     if meta.format != FORMAT:
         raise StateError(f"the state has format {meta.format}; version {__version__} reads format {FORMAT}")
@@ -85,20 +114,27 @@ def read_meta(state: Mapping[str, Any], *, rank: int, world: int, codec: str, te
         raise StateError(f"the state is of rank {meta.rank} of {meta.world}; this is rank {rank} of {world}")
     if meta.codec != codec:
         raise StateError(f"the state was saved with codec {meta.codec}; this wire uses {codec}")
+    if min(meta.step, meta.skipped, *(wanted for recent in meta.capacities for wanted in recent), 0) < 0:
+        raise StateError(f"{key!r} has a negative step, number of skipped steps or capacity")
     if meta.layout is not None:
-        _check_layout(meta.layout, tensors)
-        if len(meta.capacities) != len(meta.layout.groups) or len(meta.numbers) != len(meta.layout.groups):
-            raise StateError(
-                f"{key!r} has {len(meta.layout.groups)} groups, but capacities or numbers of another count"
-            )
-        meta.layout.codecs()
+        _check_layout(meta.layout, tensors, codec)
+        for name in ("capacities", "numbers", "arrays"):
+            if len(getattr(meta, name)) != len(meta.layout.groups):
+                raise StateError(
+                    f"{key!r} has {len(meta.layout.groups)} groups, but {name} of {len(getattr(meta, name))}"
+                )
     return meta
 
 
-def _check_layout(layout: Layout, tensors: Sequence[TensorInfo]) -> None:
+def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], codec: str) -> None:
+    """A layout that fits this model: every tensor in its place, nothing beside or upon it."""
     expected = {tensor.name: tensor for tensor in tensors}
-    seen: set[str] = set()
+    places: dict[str, list[tuple[str, str]]] = {}
+    rides = parse(codec).rides
     for group in layout.groups:
+        if group.codec not in (codec, "dense"):
+            raise StateError(f"{group.name!r} has codec {group.codec} in the state; this wire uses {codec}")
+        offset = 0
         for slot in group.slots:
             tensor = expected.get(slot.name)
             if tensor is None:
@@ -107,10 +143,24 @@ def _check_layout(layout: Layout, tensors: Sequence[TensorInfo]) -> None:
                 raise StateError(f"{slot.name!r} has shape {slot.shape} in the state and {tensor.shape} in this model")
             if tensor.dtype != group.dtype:
                 raise StateError(f"{slot.name!r} is {group.dtype} in the state and {tensor.dtype} in this model")
-            seen.add(slot.name)
+            if tensor.kind != slot.kind:
+                raise StateError(f"{slot.name!r} is of kind {slot.kind} in the state and {tensor.kind} in this model")
+            if (slot.offset, slot.elements) != (offset, tensor.elements):
+                raise StateError(
+                    f"{slot.name!r} has {slot.elements} elements at {slot.offset} of {group.name!r} in the state; "
+                    f"{tensor.elements} at {offset} would be right"
+                )
+            offset += slot.elements
+            places.setdefault(slot.name, []).append((slot.role, group.codec))
+        if group.elements != offset or not group.slots:
+            raise StateError(f"{group.name!r} has {group.elements} elements in the state, its tensors have {offset}")
     for name in expected:
-        if name not in seen:
+        if name not in places:
             raise StateError(f"the state lacks the tensor {name!r} of this model")
+        roles = [role for role, _ in places[name]]
+        once = roles == ["coded"] or (roles == ["ride"] and rides and places[name][0][1] == codec)
+        if not once and not (roles == ["elsewhere", "coded"] and places[name][1][1] == "dense"):
+            raise StateError(f"{name!r} has a place in the state that no layout gives it: {', '.join(roles)}")
 
 
 def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
@@ -120,29 +170,21 @@ def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
     for name, residual in member.residuals.named():
         key = f"rank{meta.rank}.residual.{name}"
         saved = state.get(key)
-        if not isinstance(saved, Tensor) or saved.shape != residual.shape or saved.dtype != residual.dtype:
-            found = (
-                "missing" if saved is None else f"{getattr(saved, 'dtype', type(saved))} {getattr(saved, 'shape', '')}"
-            )
-            raise StateError(f"{key!r} should be a float32 tensor of shape {tuple(residual.shape)}, but is {found}")
+        if not _is_like(saved, residual):
+            found = "missing" if saved is None else _describe(saved)
+            raise StateError(f"{key!r} should be float32 {tuple(residual.shape)}, but is {found}")
         if not bool(torch.isfinite(saved).all()):
             raise StateError(f"{key!r} holds a value that is not finite")
         copies.append((residual, saved))
     fields: list[tuple[Any, str, Any]] = []
-    for run, numbers in zip(member.groups, meta.numbers, strict=True):
+    for run, numbers, arrays in zip(member.groups, meta.numbers, meta.arrays, strict=True):
         for field in run.state.saved:
-            key = f"rank{meta.rank}.codec.{run.info.name}.{field}"
             present = getattr(run.state, field)
-            if isinstance(present, Tensor | np.ndarray):
-                saved = state.get(key)
-                if not isinstance(saved, Tensor):
-                    raise StateError(f"{key!r} is missing")
-                saved = saved.clone()
-                fields.append((run.state, field, saved.numpy() if isinstance(present, np.ndarray) else saved))
-            elif field in numbers:
-                fields.append((run.state, field, numbers[field]))
-            else:
-                raise StateError(f"the state lacks {field!r} of {run.info.name}, codec {run.codec}")
+            value = arrays.get(field) if isinstance(present, Tensor | np.ndarray) else numbers.get(field)
+            try:
+                fields.append((run.state, field, _value_like(present, value)))
+            except ValueError as error:
+                raise StateError(f"{field!r} of {run.info.name!r}, codec {run.codec}, {error}") from None
     for residual, saved in copies:
         residual.copy_(saved)
     for target, field, value in fields:
@@ -150,5 +192,43 @@ def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
     for run, recent in zip(member.groups, meta.capacities, strict=True):
         if run.capacity is not None:
             run.capacity.recent.clear()
-            run.capacity.recent.extend(recent)
+            for wanted in recent:
+                run.capacity.observe(wanted)
     member.step, member.skipped = meta.step, meta.skipped
+    runner.statistics.skipped = meta.skipped
+
+
+def _value_like(present: Any, saved: Array | Number | None) -> Any:
+    """What is saved, if it can stand in the place of `present`."""
+    if saved is None:
+        raise ValueError("is missing")
+    if isinstance(saved, Array):
+        like = torch.as_tensor(present)
+        found = f"{saved.dtype} {saved.shape}, {len(saved.data)} bytes"
+        if (saved.dtype, saved.shape, len(saved.data)) != (_dtype(like), tuple(like.shape), like.nbytes):
+            raise ValueError(f"should be {_dtype(like)} {tuple(like.shape)}, {like.nbytes} bytes, but is {found}")
+        tensor = torch.empty_like(like)
+        tensor.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(saved.data, np.uint8)
+        return tensor.numpy() if isinstance(present, np.ndarray) else tensor
+    if type(saved) is not type(present) and not (isinstance(present, float) and type(saved) is int):
+        raise ValueError(f"should be a {type(present).__name__}, but is {saved!r}")
+    return type(present)(saved)
+
+
+def _is_like(saved: Any, tensor: Tensor) -> TypeGuard[Tensor]:
+    return (
+        isinstance(saved, Tensor)
+        and (saved.shape, saved.dtype, saved.layout) == (tensor.shape, tensor.dtype, tensor.layout)
+        and not saved.is_meta
+    )
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    odd = " sparse" if value.layout != torch.strided else " without data" if value.is_meta else ""
+    return f"{_dtype(value)}{odd} {tuple(value.shape)}"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -19,6 +19,7 @@ class GroupStatistics:
     codec: str
     elements: int
     bytes: int = 0
+    gathered_bytes: int = 0
     entries: int = 0
     encode_seconds: float = 0.0
     wire_seconds: float = 0.0
@@ -31,6 +32,7 @@ class GroupStatistics:
             "codec": self.codec,
             "elements": self.elements,
             "bytes_per_step": self.bytes / each,
+            "gathered_bytes_per_step": self.gathered_bytes / each,
             "density": self.entries / each / self.elements if self.elements and self.entries else None,
             "encode_seconds": self.encode_seconds / each,
             "wire_seconds": self.wire_seconds / each,
@@ -61,6 +63,7 @@ class Statistics:
                 continue
             group, run = self.groups[timing.group], member.groups[timing.group]
             group.bytes += run.bytes
+            group.gathered_bytes += run.gathered
             group.entries += run.entries
             self.bytes += run.bytes
             for phase, start, stop in timing.phases:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..codecs import Codec
@@ -35,6 +37,9 @@ class Wire:
         self.dense_steps = 0
         self._protected, self._tracks_unused = protected, tracks_unused
         self._guarded = False
+        self._direct_steps = self._direct_skipped = self._direct_void = 0
+        self._lock = threading.Lock()
+        self._finalizer: weakref.finalize[..., Any] | None = None
         interrupt.watch(self)
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -55,10 +60,12 @@ class Wire:
     def _use(self, runner: Runner) -> Runner:
         if self.runner is not None:
             self.runner.stop()
+        if self._finalizer is not None:
+            self._finalizer.detach()  # it would keep the residuals of the old runner
         if isinstance(self.world, TorchWorld):
             runner.start_thread()
             # When the wire is forgotten, and before the interpreter goes down under a thread that still runs.
-            weakref.finalize(self, runner.stop)
+            self._finalizer = weakref.finalize(self, runner.stop)
         self.runner = runner
         return runner
 
@@ -83,18 +90,21 @@ class Wire:
     @property
     def skipped_last_step(self) -> bool:
         """Whether the last step was void on all ranks, because a gradient was not finite somewhere."""
-        return self.runner is not None and self.runner.members[0].last_off
+        if self.runner is not None and self.runner.statistics.steps:
+            return self.runner.members[0].last_off
+        return 0 < self._direct_steps == self._direct_void
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank, means over steps: bytes it hands to collectives, seconds by phase, density, residual norm."""
         stats: dict[str, Any] = {"codec": str(self.codec), "world": self.world.size, "dense_steps": self.dense_steps}
         if self.runner is None:
-            return {**stats, "steps": 0, "skipped": 0, "bytes_per_step": 0.0, "groups": []}
-        member = self.runner.members[0]
+            return {**stats, "steps": 0, "skipped": self._direct_skipped, "bytes_per_step": 0.0, "groups": []}
+        member, statistics = self.runner.members[0], self.runner.statistics
         return {
             **stats,
             "rank": member.rank,
-            **self.runner.statistics.to_dict(),
+            **statistics.to_dict(),
+            "skipped": statistics.skipped + self._direct_skipped,
             "residual_norm": member.residuals.norm(),
             "memory_bytes": member.bytes,
         }
@@ -121,7 +131,7 @@ class Wire:
                 member.tests_results = True
 
         def drop(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self._void(optimizer):
+            if self.skipped_last_step:
                 # The public way to make any torch optimizer skip a parameter, its momentum and step count included.
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
@@ -129,16 +139,18 @@ class Wire:
 
         optimizer.register_step_pre_hook(drop)
 
-    def _void(self, optimizer: Optimizer) -> bool:
-        if self.runner is not None and self._exchanges_by_group:
-            return self.skipped_last_step
-        # On the direct path nobody has looked at the results, which are the same on all ranks.
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return not all(all_finite(gradient.reshape(-1)) for gradient in gradients)
+    def _begin_direct(self) -> int:
+        """A step begins whose means go straight to the optimizer, dense; its number."""
+        self._direct_steps += 1
+        return self._direct_steps
 
-    @property
-    def _exchanges_by_group(self) -> bool:
-        return not self.codec.direct
+    def _inspect_direct(self, result: Tensor, step: int) -> None:
+        """Look at a dense mean, where anybody skips a step that is not finite. It is the same on all ranks."""
+        looks = self._guarded or self._protected or not self.codec.direct
+        if looks and not all_finite(result):
+            with self._lock:
+                self._direct_skipped += self._direct_void != step
+                self._direct_void = step
 
     # -- saved state ---------------------------------------------------------------------------------------------------
 
@@ -147,7 +159,13 @@ class Wire:
         result: dict[str, Any] = {}
         for rank in self.world.members:
             result |= state.save(self.runner, rank=rank, world=self.world.size, codec=str(self.codec))
+            if self.runner is None:
+                result |= state.blank(self._layout([[tensor] for tensor in self.tensors]), rank=rank)
         return result
+
+    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
+        """How this wire would cut these buckets."""
+        raise NotImplementedError
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken, with the same bits. Local; refuses what does not fit, changing nothing."""
@@ -159,7 +177,7 @@ class Wire:
             raise StateError("the ranks of this state have different layouts")
         layout = metas[0].layout
         if layout is None:
-            if self.runner is not None and self.runner.statistics.steps:
+            if self.runner is not None and any(member.step for member in self.runner.members):
                 raise StateError(
                     "the state was saved before the layout was frozen; this wire has already begun to compress"
                 )

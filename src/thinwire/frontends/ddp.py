@@ -1,6 +1,7 @@
 """Gradients of `DistributedDataParallel`, through its communication hook."""
 # No postponed annotations here: DDP checks those of the hook, and texts do not pass.
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -53,6 +54,8 @@ def attach(
             f"attach needs a DistributedDataParallel, not {type(ddp).__name__}: wrap the model first, "
             "ddp = DistributedDataParallel(model)"
         )
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None  # it does not skip a step that is not finite
     group = module.process_group
     error: str | None = None
     tensors: list[TensorInfo] = []
@@ -60,7 +63,7 @@ def attach(
     try:
         codec = parse(codec) if isinstance(codec, str) else codec
         _check(module, codec, min_elements)
-        kinds = kinds_of(module.module)
+        kinds = {_plain(name): kind for name, kind in kinds_of(module.module).items()}
         tensors = [describe(name, p, kinds.get(name)) for name, p in _parameters(module).items()]
         facts = {
             "codec": str(codec),
@@ -93,7 +96,7 @@ def _check(module: DistributedDataParallel, codec: Codec, min_elements: int) -> 
     if module in _wires:
         raise AttachError(f"a wire with {_wires[module].codec} is attached to this module already")
     # A hook of the built-in kind stands only in DDP's log.
-    name = module._get_ddp_logging_data().get("comm_hook")
+    name = module._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
     if module._comm_hooks:
         name = getattr(module._comm_hooks[0][0], "__qualname__", "another hook")
     if name:
@@ -111,7 +114,13 @@ def _check(module: DistributedDataParallel, codec: Codec, min_elements: int) -> 
 def _parameters(module: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """The parameters that DDP reduces, in its own order, without a `module.` in front of their names."""
     ignored = set(module.parameters_to_ignore)
-    return {name: p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored}
+    named = module.module.named_parameters()
+    return {_plain(name): p for name, p in named if p.requires_grad and name not in ignored}
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter as it was before `torch.compile`: patterns and checkpoints fit a model with and without."""
+    return name.replace("_orig_mod.", "")
 
 
 class DDPWire(Wire):
@@ -146,7 +155,7 @@ class DDPWire(Wire):
         if module._has_rebuilt_buckets or (module.find_unused_parameters and not module.static_graph):
             self._steps_until_final = 0
         self._closed: BaseException | None = None
-        self._flying: list[Future[Tensor]] = []
+        self._flying: list[_Flight] = []
 
     def announce(self) -> None:
         """Say once, on rank 0, what is compressed and how."""
@@ -184,13 +193,15 @@ class DDPWire(Wire):
             return failed.then(_unwrap)
 
     def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
-        if self._closed is not None:
-            raise WireClosed(f"this wire is closed: {self._closed}") from self._closed
+        if self.error is not None:
+            raise WireClosed(f"this wire is closed: {self.error}") from self.error
         buffer = bucket.buffer()
         if self.codec.direct or self.runner is None:
             future = self._direct(bucket.index(), buffer)
             if self.runner is None:
                 self._record(bucket)
+            elif bucket.is_last():
+                self.dense_steps += 1
             return future
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         if bucket.index() == 0 and self._scaler is not None:
@@ -208,22 +219,29 @@ class DDPWire(Wire):
 
     def _direct(self, index: int, buffer: Tensor) -> Future[Tensor]:
         """The mean by one all-reduce, issued right here: nothing can be faster through a Python hook."""
-        step, rank = self.dense_steps, self.world.members[0]
+        rank = self.world.members[0]
+        number = self._begin_direct() if index == 0 else self._direct_steps
         work = dist.all_reduce(buffer, op=dist.ReduceOp.AVG, group=self._torch_world.groups[0], async_op=True)
 
-        def result(future: Future[list[Tensor]]) -> Tensor:
-            try:
-                return future.value()[0]
-            except RuntimeError as error:
-                raise ExchangeError(
-                    f"bucket {index}, dense step {step}, all-reduce (average), rank {rank}: {error}"
-                ) from error
+        flight = _Flight()
 
-        future: Future[Tensor] = work.get_future().then(result)
+        def arrive(future: Future[list[Tensor]]) -> None:
+            try:
+                mean = future.value()[0]
+            except RuntimeError as error:
+                place = f"bucket {index}, dense step {number - 1}, all-reduce (average), rank {rank}"
+                failure = ExchangeError(f"{place}: {error}")
+                self._closed = self._closed or failure
+                flight.end(failure)
+                return
+            self._inspect_direct(mean, number)
+            flight.end(mean)
+
+        work.get_future().add_done_callback(arrive)
         if index == 0:
             self._flying.clear()
-        self._flying.append(future)
-        return future
+        self._flying.append(flight)
+        return flight.future.then(_unwrap)
 
     def _record(self, bucket: GradBucket) -> None:
         """Note what DDP's buckets hold; once they are final, freeze the layout for the steps to come."""
@@ -251,10 +269,33 @@ class DDPWire(Wire):
     def interrupt(self) -> None:
         if self.runner is not None and not self.codec.direct:
             super().interrupt()
-        elif any(not future.done() for future in self._flying):
-            # The direct path has no thread: aborting the process group makes its collectives fail.
+        elif any(not flight.future.done() for flight in self._flying):
             self._closed = ExchangeError("interrupted while waiting for an all-reduce")
+            for flight in self._flying:
+                flight.end(self._closed)
             self.world.close()
+
+    def close(self) -> None:
+        if self._closed is None:
+            self._closed = WireClosed("it was closed")
+        super().close()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._closed or super().error
+
+
+class _Flight:
+    """An all-reduce of the direct path. DDP waits for this future and not for gloo's own, which an abort does not end."""
+
+    def __init__(self) -> None:
+        self.future = Future[Any]()
+        self._lock = threading.Lock()
+
+    def end(self, value: Tensor | BaseException) -> None:
+        with self._lock:
+            if not self.future.done():
+                self.future.set_result(value)
 
 
 def _marker(used: set[int]) -> Callable[[Tensor], None]:
