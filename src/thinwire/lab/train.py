@@ -26,7 +26,7 @@ def main() -> None:
         "--method", default="fp32", help="fp32 for plain DDP, or a codec such as 'micro(density=0.01)'"
     )
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=0.5)
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -35,7 +35,7 @@ def main() -> None:
     work = load(options.workload, data=options.data)
     ddp = DistributedDataParallel(work.model(), bucket_cap_mb=4)
     wire = None if options.method == "fp32" else thinwire.attach(ddp, options.method)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=options.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=options.lr)
     for step in range(options.steps):
         begun = time.perf_counter()
         optimizer.zero_grad()
