@@ -1,6 +1,23 @@
 """thinwire: train PyTorch models fast over slow networks."""
 
-from .codecs import AdaComp, Cast, Codec, Dense, LaplaceTopK, MiCRO, RandomBlock, TopK, parse, register
+from .codecs import (
+    DGC,
+    AdaComp,
+    Cast,
+    Codec,
+    Dense,
+    Int8,
+    LaplaceTopK,
+    LowRank,
+    MiCRO,
+    RandomBlock,
+    RandomK,
+    SIDCo,
+    Sign,
+    TopK,
+    parse,
+    register,
+)
 from .engine.exchange import Exchange
 from .engine.wire import Wire
 from .errors import ThinwireError
@@ -9,15 +26,21 @@ from .schemes.world import LocalWorld
 from .version import __version__
 
 __all__ = [
+    "DGC",
     "AdaComp",
     "Cast",
     "Codec",
     "Dense",
     "Exchange",
+    "Int8",
     "LaplaceTopK",
     "LocalWorld",
+    "LowRank",
     "MiCRO",
     "RandomBlock",
+    "RandomK",
+    "SIDCo",
+    "Sign",
     "ThinwireError",
     "TopK",
     "Wire",

@@ -22,7 +22,7 @@ BLOCKS = 1024
 BINS = 2048
 _SHIFT = 20  # 8 exponent and 3 mantissa bits: 8 bins an octave
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_HURRY_STEPS, _HURRY, _CALM, _LARGEST_MOVE = 50, 0.5, 0.1, 1.5
+_HURRY_STEPS, _HURRY, _CALM, _LARGEST_MOVE = 50, 0.25, 0.1, 1.5
 
 
 @dataclass

@@ -14,9 +14,15 @@ from .adacomp import AdaComp
 from .base import Codec
 from .cast import Cast
 from .dense import Dense
+from .dgc import DGC
+from .int8 import Int8
 from .laplace import LaplaceTopK
+from .lowrank import LowRank
 from .micro import MiCRO
 from .randomblock import RandomBlock
+from .randomk import RandomK
+from .sidco import SIDCo
+from .sign import Sign
 from .topk import TopK
 
 CODECS: dict[str, type[Codec]] = {
@@ -27,6 +33,12 @@ CODECS: dict[str, type[Codec]] = {
     "micro": MiCRO,
     "adacomp": AdaComp,
     "randomblock": RandomBlock,
+    "randomk": RandomK,
+    "dgc": DGC,
+    "sidco": SIDCo,
+    "int8": Int8,
+    "sign": Sign,
+    "lowrank": LowRank,
 }
 
 

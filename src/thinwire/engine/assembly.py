@@ -171,15 +171,9 @@ class Assembly:
             if index in self._small:
                 lift(index, False, slot.elements, slot.offset)
             else:
-                last = plan.runs[-1] if plan.runs else None
-                if last and (last.group, last.at_group + last.elements, last.at_bucket + last.elements) == (
-                    index,
-                    slot.offset,
-                    plan.elements,
-                ):
-                    last.elements += slot.elements
-                else:
-                    plan.runs.append(Run(index, slot.offset, plan.elements, slot.elements))
+                # Not an empty run: it would look like a second piece of a group that is whole already.
+                if slot.elements:
+                    _extend(plan, Run(index, slot.offset, plan.elements, slot.elements))
                 if slot.role == "ride":
                     lift(index, True, slot.elements, self._ride_offset[index][name])
                 elif slot.role == "elsewhere":
@@ -191,6 +185,19 @@ class Assembly:
             source, target = torch.cat(sources), torch.cat(targets)
             plan.lifts.append(Lift(index, rides, source, target, torch.empty(source.numel(), dtype=buffer.dtype)))
         return plan
+
+
+def _extend(plan: BucketPlan, run: Run) -> None:
+    """Add a run, to the last one if it goes on where that ends."""
+    last = plan.runs[-1] if plan.runs else None
+    if last and (last.group, last.at_group + last.elements, last.at_bucket + last.elements) == (
+        run.group,
+        run.at_group,
+        run.at_bucket,
+    ):
+        last.elements += run.elements
+    else:
+        plan.runs.append(run)
 
 
 def _ride_offsets(groups: Sequence[Group]) -> list[dict[str, int]]:

@@ -33,7 +33,7 @@ class Capacity:
 
     def observe(self, wanted: int) -> None:
         """The largest `wanted` of all headers of a step that counts."""
-        self.recent.append(min(wanted, self.largest))
+        self.recent.append(wanted)
 
 
 def _round_up(size: int) -> int:

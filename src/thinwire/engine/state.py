@@ -5,14 +5,15 @@ replicas by `torch.distributed.checkpoint`:
 
     rank0.thinwire          a JSON text: versions, world, step, layout, capacities, what the codecs remember
     rank0.residual.NAME     float32, shaped like the parameter
+    rank0.FIELD.NAME        the same of what a codec remembers of every element
 
 It loads a tensor only where the new job says that it has one, so tensors must not depend on what the new job learns
-later: a residual stands under the name of its parameter, and what belongs to a group is in the text.
+later: they stand under the names of parameters, and what belongs to a group is in the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import msgspec
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codecs import parse
+from ..codecs import CodecState, GroupInfo, ParameterInfo, parse
 from ..errors import StateError
 from ..version import __version__
 from .layout import Layout, TensorInfo
@@ -56,14 +57,17 @@ class Meta(msgspec.Struct, forbid_unknown_fields=True):
     arrays: list[dict[str, Array]] = []
 
 
-def blank(layout: Layout, *, rank: int) -> dict[str, Any]:
-    """The residuals of a job that has not begun to compress, as many as it will have."""
-    return {
-        f"rank{rank}.residual.{slot.name}": torch.zeros(slot.shape)
-        for group, codec in zip(layout.groups, layout.codecs(), strict=True)
-        for slot in group.slots
-        if codec.keeps_residual and slot.role == "coded"
-    }
+def blank(layout: Layout, *, rank: int, world: int) -> dict[str, Any]:
+    """The tensors of a job that has not begun to compress, as many as it will have."""
+    state: dict[str, Any] = {}
+    for group, codec in zip(layout.groups, layout.codecs(), strict=True):
+        info = group.info()
+        begun = codec.start(info, rank, world)
+        flat = {"residual": torch.zeros(info.elements)} if codec.keeps_residual else {}
+        flat |= {field: torch.as_tensor(getattr(begun, field)) for field in _elementwise(begun)}
+        for field, tensor in flat.items():
+            state |= {f"rank{rank}.{field}.{p.name}": view.clone() for p, view in _views(info, tensor)}
+    return state
 
 
 def save(runner: Runner | None, *, rank: int, world: int, codec: str) -> dict[str, Any]:
@@ -79,9 +83,13 @@ def save(runner: Runner | None, *, rank: int, world: int, codec: str) -> dict[st
             meta.capacities.append(list(run.capacity.recent) if run.capacity else [])
             numbers: dict[str, Number] = {}
             arrays: dict[str, Array] = {}
+            elementwise = _elementwise(run.state)
             for field in run.state.saved:
                 value = getattr(run.state, field)
-                if isinstance(value, Tensor | np.ndarray):
+                if field in elementwise:
+                    for parameter, view in _views(run.info, torch.as_tensor(value)):
+                        state[f"rank{rank}.{field}.{parameter.name}"] = view.clone()
+                elif isinstance(value, Tensor | np.ndarray):
                     tensor = torch.as_tensor(value).contiguous()
                     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
                     arrays[field] = Array(_dtype(tensor), tuple(tensor.shape), data)
@@ -166,29 +174,28 @@ def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], codec: str) -> 
 def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
     """Fill a runner that was made with the layout of `meta`. Everything is checked before anything is changed."""
     member = runner.members[list(runner.world.members).index(meta.rank)]
-    copies: list[tuple[Tensor, Tensor]] = []
-    for name, residual in member.residuals.named():
-        key = f"rank{meta.rank}.residual.{name}"
-        saved = state.get(key)
-        if not _is_like(saved, residual):
-            found = "missing" if saved is None else _describe(saved)
-            raise StateError(f"{key!r} should be float32 {tuple(residual.shape)}, but is {found}")
-        if not bool(torch.isfinite(saved).all()):
-            raise StateError(f"{key!r} holds a value that is not finite")
-        copies.append((residual, saved))
+    copies = [
+        (residual, _tensor_of(state, f"rank{meta.rank}.residual.{name}", residual))
+        for name, residual in member.residuals.named()
+    ]
     fields: list[tuple[Any, str, Any]] = []
     for run, numbers, arrays in zip(member.groups, meta.numbers, meta.arrays, strict=True):
+        elementwise = _elementwise(run.state)
         for field in run.state.saved:
             present = getattr(run.state, field)
+            if field in elementwise:
+                for parameter, view in _views(run.info, torch.as_tensor(present)):
+                    copies.append((view, _tensor_of(state, f"rank{meta.rank}.{field}.{parameter.name}", view)))
+                continue
             value = arrays.get(field) if isinstance(present, Tensor | np.ndarray) else numbers.get(field)
             try:
                 fields.append((run.state, field, _value_like(present, value)))
             except ValueError as error:
                 raise StateError(f"{field!r} of {run.info.name!r}, codec {run.codec}, {error}") from None
-    for residual, saved in copies:
-        residual.copy_(saved)
-    for target, field, value in fields:
-        setattr(target, field, value)
+    for target, saved in copies:
+        target.copy_(saved)
+    for owner, field, value in fields:
+        setattr(owner, field, value)
     for run, recent in zip(member.groups, meta.capacities, strict=True):
         if run.capacity is not None:
             run.capacity.recent.clear()
@@ -196,6 +203,28 @@ def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
                 run.capacity.observe(wanted)
     member.step, member.skipped = meta.step, meta.skipped
     runner.statistics.skipped = meta.skipped
+
+
+def _elementwise(codec_state: CodecState) -> set[str]:
+    """The saved fields that have one value for each element of the group; they may be as large as the residual."""
+    shape = (codec_state.group.elements,)
+    return {field for field in codec_state.saved if getattr(getattr(codec_state, field), "shape", None) == shape}
+
+
+def _views(info: GroupInfo, flat: Tensor) -> Iterator[tuple[ParameterInfo, Tensor]]:
+    """The part of each parameter in a flat tensor of its group, shaped like it. What lies between them is zero."""
+    for parameter in info.parameters:
+        yield parameter, flat[parameter.offset : parameter.offset + parameter.elements].view(parameter.shape)
+
+
+def _tensor_of(state: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
+    saved = state.get(key)
+    if not _is_like(saved, like):
+        found = "missing" if saved is None else _describe(saved)
+        raise StateError(f"{key!r} should be {_dtype(like)} {tuple(like.shape)}, but is {found}")
+    if not bool(torch.isfinite(saved).all()):
+        raise StateError(f"{key!r} holds a value that is not finite")
+    return saved
 
 
 def _value_like(present: Any, saved: Array | Number | None) -> Any:

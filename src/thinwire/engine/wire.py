@@ -160,7 +160,8 @@ class Wire:
         for rank in self.world.members:
             result |= state.save(self.runner, rank=rank, world=self.world.size, codec=str(self.codec))
             if self.runner is None:
-                result |= state.blank(self._layout([[tensor] for tensor in self.tensors]), rank=rank)
+                layout = self._layout([[tensor] for tensor in self.tensors])
+                result |= state.blank(layout, rank=rank, world=self.world.size)
         return result
 
     def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:

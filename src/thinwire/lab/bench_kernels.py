@@ -172,7 +172,9 @@ def run(
         progress()
     floor, slow = statistics.median(plain["floor"]), statistics.median(plain["topk"])
 
-    def row(codec: str, phase: str, count: int, seconds: list[float], bits: list[float], value_bits: int) -> dict[str, Any]:
+    def row(
+        codec: str, phase: str, count: int, seconds: list[float], bits: list[float], value_bits: int
+    ) -> dict[str, Any]:
         median = statistics.median(seconds)
         return {
             "codec": codec,

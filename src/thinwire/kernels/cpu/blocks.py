@@ -13,7 +13,9 @@ Offsets = NDArray[np.int64]
 
 
 @kernel
-def take_blocks(residual: Floats, offsets: Offsets, sizes: Offsets, starts: Offsets, lengths: Offsets, out: Floats) -> None:
+def take_blocks(
+    residual: Floats, offsets: Offsets, sizes: Offsets, starts: Offsets, lengths: Offsets, out: Floats
+) -> None:
     """Copy the blocks of all tensors to `out`, one after the other, and clear them.
 
     residual float32 (n,); offsets, sizes, starts, lengths int64 (tensors,); out float32 (sum of lengths,).

@@ -1,0 +1,146 @@
+"""The largest elements by a threshold that a sample gives (Deep Gradient Compression)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import messages
+from ..messages import Flag, read_header
+from . import draws
+from .base import CodecState, Estimate, GroupInfo, Message
+from .sparse import SparseCodec, SparseState
+
+TOO_MANY, TOO_FEW = 1.3, 0.8
+LOWER = 0.8
+ROUNDS = 10
+
+Floats = NDArray[np.float32]
+
+
+@dataclass
+class DGCState(SparseState):
+    """`velocity` is the momentum after the last step that counts, `coming` waits for `commit`; both empty without it."""
+
+    velocity: Tensor = field(default_factory=lambda: torch.empty(0))
+    coming: Tensor = field(default_factory=lambda: torch.empty(0))
+    rounds: int = 0
+    """How often the threshold was lowered in the last step."""
+
+    saved: ClassVar[tuple[str, ...]] = ("velocity",)
+
+
+@dataclass(frozen=True)
+class DGC(SparseCodec):
+    """About `density` of the elements, the largest by magnitude; the threshold is that of a sample.
+
+    Every 1/`sample`-th element is looked at, from a random start, at least 2 / density of them; the sample's own top-k
+    gives the threshold. More than 1.3 k above it: the exact top-k of those. Fewer than 0.8 k: the threshold times 0.8,
+    at most ten times, each time a pass.
+
+    momentum    above 0, velocity = momentum * velocity + gradient is what accumulates (momentum correction), and it is
+                cleared where it was sent (factor masking). The optimizer's own momentum must then be 0. Sent and
+                residual together then add up to the residual before and the new *velocity*, instead of the gradient.
+
+    Bytes: as TopK.  Memory passes: the one that accumulates and selects, the cache lines of the sample and of what is
+    taken; one read pass for each round of a threshold that was too high; with momentum one more pass.
+    Source: Lin et al. 2018, "Deep gradient compression", with the constants of its published code.
+    """
+
+    sample: float = 0.01
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.sample <= 1.0:
+            raise ValueError(f"sample must be above 0 and at most 1, not {self.sample!r}")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be at least 0 and below 1, not {self.momentum!r}")
+
+    def start(self, group: GroupInfo, rank: int, world: int) -> DGCState:
+        size = group.elements if self.momentum else 0
+        return DGCState(group, rank, world, velocity=torch.zeros(size), coming=torch.zeros(size))
+
+    def encode(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Message:
+        assert isinstance(state, DGCState)
+        if not self.momentum:
+            return super().encode(gradient, residual, state)
+        torch.add(gradient, state.velocity, alpha=self.momentum, out=state.coming)
+        message = super().encode(state.coming, residual, state)
+        self._mask(state)
+        return message
+
+    def pick(
+        self, gradient: Tensor, residual: Tensor, state: SparseState
+    ) -> tuple[bool, NDArray[np.int32], NDArray[np.float32]]:
+        from ..kernels.cpu import basic, laplace
+        from ..kernels.cpu.laplace_search import exact_cut
+
+        assert isinstance(state, DGCState)
+        flat, new = residual.numpy(), gradient.numpy()
+        k, state.rounds = self.target(state.group), 0
+        if k == 0:
+            return True, state.indices[:0], state.values[:0]
+        threshold = self._sampled(flat, new, state)
+        if not np.isfinite(threshold):
+            return basic.accumulate(flat, new), state.indices[:0], state.values[:0]
+        state.room(min(flat.size, 4 * k + 64))
+        finite, count, _ = laplace.accumulate_collect(flat, new, threshold, state.indices, state.values)
+        if not finite:
+            return False, state.indices[:0], state.values[:0]
+        while count < TOO_FEW * k and threshold > 0.0 and state.rounds < ROUNDS:
+            threshold = float(np.float32(LOWER * threshold))
+            state.rounds += 1
+            count, _ = laplace.collect(flat, threshold, 0, state.indices, state.values)
+        if count > state.values.size:
+            state.room(count)
+            laplace.collect(flat, threshold, 0, state.indices, state.values)
+        indices, values = state.indices[:count], state.values[:count]
+        if count > TOO_MANY * k:
+            cut = exact_cut(values, k)
+            count, _ = laplace.take_above(flat, indices, values, cut.threshold, cut.ties)
+        else:
+            basic.take(flat, indices, values)
+        return True, indices[:count], values[:count]
+
+    def _sampled(self, residual: Floats, gradient: Floats, state: DGCState) -> float:
+        """The threshold above which, in a sample of residual + gradient, there are `density` of the elements."""
+        elements = residual.size
+        if self.target(state.group) >= sum(parameter.elements for parameter in state.group.parameters):
+            return 0.0
+        wished = min(elements, max(1, round(self.sample * elements), round(2.0 / self.density)))
+        stride = elements // wished
+        if stride > 32:
+            stride = stride // 32 * 32 + 1  # odd, so that it does not walk down a column of a matrix
+        bits = draws.generator("dgc", state.step, state.rank, state.group.name)
+        start = int(draws.uniform(bits, 1)[0] * stride)
+        with np.errstate(over="ignore", invalid="ignore"):
+            sample = np.abs(residual[start::stride] + gradient[start::stride])
+        k = max(1, round(self.density * sample.size))
+        smallest = np.partition(sample, sample.size - k)[sample.size - k]
+        # Kernels select what is above a threshold; the sample's own smallest shall be among it.
+        return float(np.nextafter(smallest, np.float32(0.0)))
+
+    def _mask(self, state: DGCState) -> None:
+        """Forget the velocity of what was sent: it would carry a stale direction (factor masking)."""
+        message = state.outgoing.numpy()
+        header = read_header(message)
+        indices = state.indices
+        if header.flags & Flag.CUT:  # what did not fit keeps its velocity
+            indices = np.empty(header.entries, np.int32)
+            messages.unpack(message, state.group.elements, indices, np.empty(header.entries, np.float32))
+        state.coming.numpy()[indices[: header.entries]] = 0.0
+
+    def commit(self, states: Sequence[CodecState]) -> None:
+        for state in states:
+            assert isinstance(state, DGCState)
+            state.velocity, state.coming = state.coming, state.velocity
+
+    def estimate(self, group: GroupInfo, world: int) -> Estimate:
+        return Estimate(gathered=super().estimate(group, world).gathered, passes=4.0 if self.momentum else 2.5)
