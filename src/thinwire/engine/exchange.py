@@ -85,8 +85,9 @@ class Exchange(Wire):
                 odd = sorted(set(given) ^ set(self._names))
                 raise ExchangeError(f"the names differ from those that the exchange was made with, first: {odd[0]!r}")
             for tensor in self.tensors:
-                if tuple(given[tensor.name].shape) != tensor.shape or not given[tensor.name].is_contiguous():
-                    raise ExchangeError(f"{tensor.name!r} must be contiguous and of shape {tensor.shape}")
+                mine = given[tensor.name]
+                if describe(tensor.name, mine, tensor.kind) != tensor or not mine.is_contiguous():
+                    raise ExchangeError(f"{tensor.name!r} must be contiguous, {tensor.dtype}, of shape {tensor.shape}")
         if not self._names:
             return
         left, errors, finished = len(self._names), list[BaseException](), threading.Event()
@@ -101,6 +102,8 @@ class Exchange(Wire):
 
         for name in self._names:
             self.runner.submit((name,), [given[name].detach().view(-1) for given in ranks], done)
+        if not self.runner.threaded and not finished.is_set():
+            raise ExchangeError("the step did not come to its end, though all tensors were given")
         try:
             finished.wait()
         except BaseException:

@@ -29,7 +29,7 @@ SLICE_SECONDS = 0.2
 Done = Callable[[BaseException | None], None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Arrival:
     """A bucket, one buffer for each member, and what to call when it holds its results or has failed."""
 
@@ -77,6 +77,10 @@ class Runner:
         """From now on exchanges run in a thread of their own."""
         self._thread = threading.Thread(target=_serve, args=(weakref.ref(self),), name="thinwire", daemon=True)
         self._thread.start()
+
+    @property
+    def threaded(self) -> bool:
+        return self._thread is not None
 
     @property
     def busy(self) -> bool:
