@@ -1,0 +1,143 @@
+"""Training loops that are not the plain one: uneven inputs, compiled models, a closed wire, two rounds."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+import thinwire
+from tests.frontends.reference import Ledger, distance, loss_of, mean_gradients
+from tests.models import digest, mlp, train, wrapped
+from tests.ranks import run
+
+
+def _uneven(codec: str, find_unused: bool) -> tuple[str, float, int]:
+    """Rank r has 4 + 5 * r steps; those that have ended still answer the others."""
+    model = mlp()
+    ddp = wrapped(model, find_unused_parameters=find_unused)
+    wire = thinwire.attach(ddp, codec, min_elements=100)
+    ledger = Ledger(ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rank = dist.get_rank()
+    steps = 4 + 5 * rank
+    with Join([ddp]):
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(ddp, step, rank).backward()
+            ledger.close_step()
+            optimizer.step()
+    # Ranks that ended early have not seen the last results: the last rank knows them all.
+    for received in ledger.received.values():
+        dist.broadcast(received, dist.get_world_size() - 1)
+    stats = wire.stats()
+    return digest(ddp), ledger.balance(wire), stats["steps"] + stats["dense_steps"]
+
+
+@pytest.mark.parametrize(("codec", "find_unused"), [("topk(density=0.05)", False), ("topk(density=0.05)", True)])
+def test_join(codec: str, find_unused: bool) -> None:
+    results = run(3, _uneven, codec, find_unused)
+    assert len({parameters for parameters, _, _ in results}) == 1, "Join gives all ranks the last parameters"
+    for _, balance, steps in results:
+        assert steps == 14
+        assert balance <= 1e-6
+
+
+def _compiled(how: str, codec: str) -> tuple[str, float]:
+    model = mlp()
+    options = {"bucket_cap_mb": 25}  # dynamo splits graphs at buckets, and refuses a first one that is the largest
+    if how == "DDP(compile(model))":
+        ddp = wrapped(torch.compile(model), **options)
+        wire = thinwire.attach(ddp, codec, min_elements=100, exclude=["4.*"])
+    elif how == "compile(DDP), then attach":
+        ddp = torch.compile(wrapped(model, **options))
+        wire = thinwire.attach(ddp, codec, min_elements=100, exclude=["4.*"])
+    else:
+        plain = wrapped(model, **options)
+        wire = thinwire.attach(plain, codec, min_elements=100, exclude=["4.*"])
+        ddp = torch.compile(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    worst = 0.0
+    for step in range(6):
+        expected = mean_gradients(model, dist.get_world_size(), [step])
+        optimizer.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        worst = max(worst, distance([p.grad for p in model.parameters()], expected))
+        optimizer.step()
+    assert wire.stats()["steps"] == 4
+    names = sorted(key for key in wire.state_dict() if ".residual." in key)
+    rank = dist.get_rank()
+    assert names == [f"rank{rank}.residual.0.weight", f"rank{rank}.residual.2.weight"], names
+    return digest(model), worst
+
+
+@pytest.mark.parametrize("how", ["DDP(compile(model))", "compile(DDP), then attach", "attach, then compile(DDP)"])
+def test_torch_compile(how: str) -> None:
+    results = run(2, _compiled, how, "topk(density=1.0)", hang=150.0)
+    assert results[0] == results[1]
+    assert results[0][1] <= 1e-5, "compiled code rounds differently"
+
+
+def _closed(steps: int, codec: str) -> tuple[str, str]:
+    ddp = wrapped()
+    wire = thinwire.attach(ddp, codec, min_elements=100)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    train(ddp, optimizer, range(steps))
+    wire.close()
+    with pytest.raises(RuntimeError) as caught:
+        train(ddp, optimizer, range(1))
+    return str(caught.value), str(wire.error)
+
+
+@pytest.mark.parametrize(("steps", "codec"), [(1, "topk"), (4, "topk"), (4, "dense")])
+def test_a_closed_wire_says_so(steps: int, codec: str) -> None:
+    for text, error in run(2, _closed, steps, codec):
+        assert "this wire is closed: it was closed" in text, text
+        assert error == "it was closed"
+
+
+def _shared(ddp_options: dict[str, bool]) -> tuple[str, str, float]:
+    """One weight in two places, and a part that DDP is told to ignore."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.into = nn.Linear(32, 32)
+            self.out = nn.Linear(32, 32)
+            self.out.weight = self.into.weight
+            self.local = nn.Linear(32, 40)
+            self.head = nn.Linear(40, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.local(self.out(self.into(x).relu())))
+
+    model = Tied()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["local.weight"])
+    ddp = wrapped(model, **ddp_options)
+    thinwire.attach(ddp, "topk(density=1.0)", min_elements=100)
+    worst = 0.0
+    shared = [(name, p) for name, p in model.named_parameters() if name != "local.weight"]
+    for step in range(5):
+        means = dict(
+            zip(dict(model.named_parameters()), mean_gradients(model, dist.get_world_size(), [step]), strict=True)
+        )
+        model.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        worst = max(worst, distance([p.grad for _, p in shared], [means[name] for name, _ in shared]))
+    ignored = model.local.weight.grad
+    assert ignored is not None
+    gradients = b"".join(p.grad.numpy().tobytes() for _, p in shared if p.grad is not None)
+    return hashlib.sha256(gradients).hexdigest(), hashlib.sha256(ignored.numpy().tobytes()).hexdigest(), worst
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}])
+def test_tied_and_ignored_parameters(options: dict[str, bool]) -> None:
+    (same, mine, worst), (same_too, yours, _) = run(2, _shared, options)
+    assert same == same_too
+    assert mine != yours, "each rank keeps its own gradient of a parameter that DDP ignores"
+    assert worst <= 1e-6
