@@ -16,7 +16,9 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 
 def test_import_is_light() -> None:
-    ran = subprocess.run([sys.executable, "-X", "importtime", "-c", SCRIPT], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
     added = set(json.loads(ran.stdout))
     assert "thinwire.frontends.ddp" in added
     heavy = ("numba", "llvmlite", "typer", "rich", "click", "thinwire.cli", "thinwire.lab", "thinwire.kernels.cpu")

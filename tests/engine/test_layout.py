@@ -130,7 +130,9 @@ def test_zero_size_tensors() -> None:
 
 
 def test_layout_names_its_codecs_by_text() -> None:
-    layout = build([[tensor("a", 20), tensor("b", 30)]], thinwire.TopK(0.25, values="fp16"), exclude="b", min_elements=1)
+    layout = build(
+        [[tensor("a", 20), tensor("b", 30)]], thinwire.TopK(0.25, values="fp16"), exclude="b", min_elements=1
+    )
     assert layout.codecs() == [thinwire.TopK(0.25, values="fp16"), thinwire.Dense()]
     strange = Layout.from_json(layout.to_json().replace("topk(", "tpk("))
     with pytest.raises(CodecTextError, match="tpk"):
@@ -175,7 +177,10 @@ SIZES = (20, 3, 30, 0, 25, 4)
 )
 def test_groups_are_the_same_however_the_tensors_arrive(codec: Codec, pieces: list[tuple[str, ...]]) -> None:
     layout = build(
-        [[tensor(name, size) for name, size in zip(NAMES, SIZES, strict=True)]], codec, exclude=["big"], min_elements=10
+        [[tensor(name, size) for name, size in zip(NAMES, SIZES, strict=True)]],
+        codec,
+        exclude=["big"],
+        min_elements=10,
     )
     values = {
         name: torch.arange(size, dtype=torch.float32) + 100 * place + 1

@@ -22,7 +22,7 @@ BLOCKS = 1024
 BINS = 2048
 _SHIFT = 20  # 8 exponent and 3 mantissa bits: 8 bins an octave
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_HURRY_STEPS, _HURRY, _CALM, _LARGEST_MOVE = 50, 0.25, 0.1, 1.5
+_HURRY_STEPS, _HURRY, _CALM, _LARGEST_MOVE = 50, 0.5, 0.1, 1.5
 
 
 @dataclass
@@ -221,11 +221,15 @@ class MiCRO(Codec):
     def _round(
         self, flat: NDArray[np.float32], support: NDArray[np.int32], values: NDArray[np.float32], world: int
     ) -> NDArray[np.float32]:
-        """What travels of `values` in 16 bits: a world-th, rounded; the rounding goes back into the residual."""
+        """What travels of `values` in 16 bits: a world-th, rounded; the rounding goes back into the residual.
+
+        Clipped so that the sum of all ranks fits: an overflow would make this step void, and the next, and the next.
+        """
         from ..kernels.cpu import basic
 
         sent = np.empty_like(values)
-        messages.rounded(values / np.float32(world), VALUE_CODINGS[self.values], sent)
+        limit = np.float32(0.99 * torch.finfo(_DTYPES[self.values]).max / world)
+        messages.rounded(np.clip(values / np.float32(world), -limit, limit), VALUE_CODINGS[self.values], sent)
         basic.put_back(flat, support, values - sent * np.float32(world))
         np.multiply(sent, np.float32(world), out=values)
         return sent

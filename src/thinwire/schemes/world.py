@@ -8,6 +8,7 @@ process, in lock-step, with collectives done in memory. Both are driven by the s
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -99,10 +100,14 @@ class TorchWorld:
         self.rank = dist.get_rank(parent)
         self.members: Sequence[int] = (self.rank,)
         self.parent = parent
-        self.groups: list[dist.ProcessGroup] = [
-            dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=f"thinwire round {i}")
-            for i in range(1, rounds + 1)
-        ]
+        self.groups: list[dist.ProcessGroup] = []
+        everybody = len(ranks) == dist.get_world_size()
+        if not everybody:
+            _take_fresh_names(parent, ranks, rounds)
+        for i in range(1, rounds + 1):
+            desc = f"thinwire round {i}"
+            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not everybody, group_desc=desc)
+            self.groups.append(group)
 
     def issue(self, round_: int, parts: Sequence[Collective], wake: Callable[[], None]) -> Pending:
         (part,) = parts
@@ -125,6 +130,29 @@ class TorchWorld:
                 ValueError, RuntimeError, AssertionError
             ):  # the user destroyed all groups already
                 dist.destroy_process_group(group)
+
+
+_taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+
+
+def _take_fresh_names(parent: dist.ProcessGroup, ranks: Sequence[int], rounds: int) -> None:
+    """Make the next `rounds` groups of these ranks get names that all of them agree on and that are new. A collective.
+
+    Torch names a group with local synchronisation after its ranks and the number of groups that the process has. Ranks
+    with other numbers of groups would wait for each other under different names; and after a group was destroyed its
+    name comes again, under which the store still holds the addresses of the dead. Either way `new_group` would hang.
+    Groups of one rank bring the number to where it must be. (Without local synchronisation names are counted, but then
+    every rank of the job must take part.)
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    taken = _taken.setdefault(world, {})
+    names = dist.distributed_c10d._world.pg_names
+    fresh = torch.tensor(max(len(names), taken.get(tuple(ranks), 0)))
+    dist.all_reduce(fresh, op=dist.ReduceOp.MAX, group=parent)
+    while len(names) < int(fresh):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True, group_desc="thinwire filler")
+    taken[tuple(ranks)] = int(fresh) + rounds
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
