@@ -18,5 +18,7 @@ for _ in range(100):
     optimizer.step()
 if dist.get_rank() == 0:
     stats = wire.stats()
-    print(f"{stats['steps']} steps, {stats['bytes_per_step']:.0f} bytes a step, residual norm {stats['residual_norm']:.3f}")
+    print(
+        f"{stats['steps']} steps, {stats['bytes_per_step']:.0f} bytes a step, residual norm {stats['residual_norm']:.3f}"
+    )
 dist.destroy_process_group()

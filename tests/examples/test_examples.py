@@ -29,6 +29,9 @@ def test_ddp_example() -> None:
 
 def test_readme_shows_the_example() -> None:
     readme, example = (ROOT / "README.md").read_text(), (ROOT / "examples" / "ddp.py").read_text()
-    for line in ("ddp = DistributedDataParallel(torch.nn.Linear(512, 512))", 'wire = thinwire.attach(ddp, "micro(density=0.01)")'):
+    for line in (
+        "ddp = DistributedDataParallel(torch.nn.Linear(512, 512))",
+        'wire = thinwire.attach(ddp, "micro(density=0.01)")',
+    ):
         assert line in readme
         assert line in example
