@@ -188,7 +188,7 @@ def _two_rounds() -> tuple[float, str]:
         exchange._names = tuple(names)  # the order in which it hands them to the engine
         del ORDER[:]
         exchange.reduce_(every[rank])
-        assert ORDER == [f"{group.name} of rank {rank}" for group in groups if group.codec != "dense"]
+        assert [f"{group.name} of rank {rank}" for group in groups if group.codec != "dense"] == ORDER
         for name, total in sums.items():
             total += means[name] - every[rank][name].double()
         results.append(_digest(every[rank]))
@@ -227,7 +227,7 @@ def test_groups_are_encoded_in_layout_order_whatever_comes_first() -> None:
         for name in order:
             runner.submit((name,), [tensors[name].view(-1) for tensors in given], ended.append)
         assert ended == [None] * len(SHAPES)
-        assert ORDER == expected
+        assert expected == ORDER
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ register("hidden", Hidden)
 
 def test_more_rounds_than_declared_are_refused() -> None:
     exchange = thinwire.Exchange({"a": torch.empty(500)}, Hidden(), thinwire.LocalWorld(2), min_elements=0)
-    with pytest.raises(ExchangeError, match="group 0, step 0.*declares fewer rounds than it uses"):
+    with pytest.raises(ExchangeError, match=r"group 0, step 0.*declares fewer rounds than it uses"):
         exchange.reduce_(gradients({"a": (500,)}, 2, "normal", 0))
     with pytest.raises(WireClosed, match="closed"):
         exchange.reduce_(gradients({"a": (500,)}, 2, "normal", 0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 import thinwire
 from tests.frontends.reference import Ledger, distance, loss_of, mean_gradients
 from tests.models import digest, mlp, train, wrapped
-from tests.ranks import run
+from tests.ranks import outcomes, run
 
 
 def _uneven(codec: str, find_unused: bool) -> tuple[str, float, int]:
@@ -141,3 +143,42 @@ def test_tied_and_ignored_parameters(options: dict[str, bool]) -> None:
     assert same == same_too
     assert mine != yours, "each rank keeps its own gradient of a parameter that DDP ignores"
     assert worst <= 1e-6
+
+
+def _dense_loses_a_rank() -> None:
+    ddp = wrapped()
+    wire = thinwire.attach(ddp, "dense")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+
+    def die(step: int) -> None:
+        if step == 5 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RuntimeError) as caught:
+        train(ddp, optimizer, range(20), spoil=die)
+    assert wire.error is not None
+    with pytest.raises(RuntimeError) as again:
+        train(ddp, optimizer, range(1))
+    raise SystemExit(f"{caught.value}\n====\n{again.value}")
+
+
+def test_a_rank_that_is_killed_while_travelling_dense() -> None:
+    ended = outcomes(3, _dense_loses_a_rank, gloo=20.0)
+    assert ended[1] == ("exit", -signal.SIGKILL)
+    for rank in (0, 2):
+        kind, text = ended[rank]
+        assert kind == "error"
+        first, then = text.split("\n====\n")
+        assert f"bucket 0, dense step 5, all-reduce (average), rank {rank}" in first, text
+        assert "this wire is closed: bucket 0" in then, text
+
+
+def _dense_is_counted() -> dict[str, float]:
+    ddp = wrapped()
+    wire = thinwire.attach(ddp, "dense")
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), range(7))
+    return wire.stats()
+
+
+def test_dense_steps_are_counted() -> None:
+    assert run(2, _dense_is_counted)[0]["dense_steps"] == 7

@@ -232,3 +232,25 @@ def _alone() -> float:
 
 def test_one_rank_alone() -> None:
     assert run(1, _alone)[0] <= 1e-6
+
+
+def _as_native(view: bool) -> tuple[str, str]:
+    digests = []
+    for attached in (False, True):
+        model = mlp()
+        ddp = wrapped(model, gradient_as_bucket_view=view)
+        if attached:
+            thinwire.attach(ddp, "dense")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(ddp, step, dist.get_rank()).backward()
+            optimizer.step()
+        digests.append(digest(model))
+    return digests[0], digests[1]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_dense_gives_the_bits_of_ddp(view: bool) -> None:
+    for native, dense in run(3, _as_native, view):
+        assert native == dense

@@ -1,0 +1,130 @@
+"""The collectives, in memory and on gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import thinwire
+from tests.ranks import run
+from thinwire.schemes.world import Collective, LocalWorld, Operation, TorchWorld
+
+
+def _parts(operation: Operation, tensors: list[torch.Tensor]) -> list[Collective]:
+    size = len(tensors)
+    return [
+        Collective(operation, tensor, torch.zeros(size * tensor.numel(), dtype=tensor.dtype) if operation == "gather" else None)
+        for tensor in tensors
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_local_gather(size: int) -> None:
+    parts = _parts("gather", [torch.full((3,), rank, dtype=torch.uint8) for rank in range(size)])
+    pending = LocalWorld(size).issue(0, parts, lambda: None)
+    assert pending.done()
+    pending.check()
+    for part in parts:
+        assert part.output is not None
+        assert part.output.tolist() == [rank for rank in range(size) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"), [("sum", [9.0, -3.0]), ("average", [3.0, -1.0]), ("max", [6.0, 1.0])]
+)
+def test_local_reductions(operation: Operation, expected: list[float]) -> None:
+    parts = _parts(operation, [torch.tensor([1.0, -4.0]), torch.tensor([2.0, 0.0]), torch.tensor([6.0, 1.0])])
+    LocalWorld(3).issue(0, parts, lambda: None).check()
+    for part in parts:
+        assert part.tensor.tolist() == expected
+
+
+def test_local_sums_go_by_rank() -> None:
+    tensors = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])]
+    LocalWorld(3).issue(0, _parts("sum", tensors), lambda: None)
+    assert [float(tensor) for tensor in tensors] == [1.0] * 3
+    tensors = [torch.tensor([1.0]), torch.tensor([1e8]), torch.tensor([-1e8])]
+    LocalWorld(3).issue(0, _parts("sum", tensors), lambda: None)
+    assert [float(tensor) for tensor in tensors] == [0.0] * 3
+
+
+def test_local_ranks_that_disagree() -> None:
+    world = LocalWorld(2)
+    with pytest.raises(ValueError, match="disagree in round 1"):
+        world.issue(0, _parts("sum", [torch.zeros(2), torch.zeros(3)]), lambda: None)
+    with pytest.raises(ValueError, match="disagree in round 2"):
+        world.issue(1, [*_parts("sum", [torch.zeros(2)]), *_parts("max", [torch.zeros(2)])], lambda: None)
+    with pytest.raises(ValueError, match="disagree"):
+        world.issue(0, _parts("sum", [torch.zeros(2)]), lambda: None)
+    with pytest.raises(ValueError, match="at least one rank"):
+        LocalWorld(0)
+
+
+def _collectives() -> dict[str, list[float]]:
+    """All operations on two rounds at once; the second round is issued in the other order on odd ranks."""
+    import threading
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = TorchWorld(None, 2)
+    assert (world.size, list(world.members)) == (size, [rank])
+    results: dict[str, list[float]] = {}
+    woken = threading.Semaphore(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for operation in ("sum", "average", "max"):
+            tensors = [torch.tensor([rank + 1.0, -2.0 * rank], dtype=dtype) for _ in range(2)]
+            rounds = (0, 1) if rank % 2 else (1, 0)
+            pending = [world.issue(i, [Collective(operation, tensors[i])], woken.release) for i in rounds]
+            for _ in pending:
+                assert woken.acquire(timeout=20)
+            for one in pending:
+                assert one.done()
+                one.check()
+            assert torch.equal(tensors[0], tensors[1])
+            results[f"{operation} {dtype}"] = tensors[0].tolist()
+    output = torch.zeros(2 * size, dtype=torch.uint8)
+    world.issue(0, [Collective("gather", torch.tensor([rank, 7], dtype=torch.uint8), output)], woken.release)
+    assert woken.acquire(timeout=20)
+    results["gather"] = output.tolist()
+    world.close()
+    assert world.groups == []
+    world.close()
+    return results
+
+
+def test_collectives_on_gloo() -> None:
+    for results in run(3, _collectives):
+        for dtype in ("torch.float32", "torch.bfloat16"):
+            assert results[f"sum {dtype}"] == [6.0, -6.0]
+            assert results[f"average {dtype}"] == [2.0, -2.0]
+            assert results[f"max {dtype}"] == [3.0, 0.0]
+        assert results["gather"] == [0, 7, 1, 7, 2, 7]
+
+
+def _mean(group: dist.ProcessGroup | None, rank: float, codec: str = "topk(density=1.0)") -> float:
+    exchange = thinwire.Exchange({"a": torch.empty(2000)}, codec, group)
+    tensors = {"a": torch.full((2000,), float(rank))}
+    exchange.reduce_(tensors)
+    exchange.close()
+    return float(tensors["a"].mean())
+
+
+def _again_and_again() -> tuple[list[float], list[float]]:
+    """Exchanges one after the other, each closed: on all ranks, and on groups that only some ranks are in."""
+    rank = dist.get_rank()
+    whole = [_mean(None, rank) for _ in range(3)]
+    # Rank 1 is in both groups, so that the ranks of one have different numbers of groups.
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    members = [(0, 1), (1, 2)]
+    parts = [_mean(pair, rank) for _ in range(3) for pair, ranks in zip(pairs, members, strict=True) if rank in ranks]
+    parts += [_mean(None, rank)]
+    parts += [_mean(pair, rank, "micro") for pair, ranks in zip(pairs, members, strict=True) if rank in ranks]
+    return whole, parts
+
+
+def test_exchanges_after_closed_ones() -> None:
+    results = run(3, _again_and_again)
+    assert [whole for whole, _ in results] == [[1.0] * 3] * 3
+    assert results[0][1] == [0.5, 0.5, 0.5, 1.0, 0.5]
+    assert results[1][1] == [0.5, 1.5] * 3 + [1.0, 0.5, 1.5]
+    assert results[2][1] == [1.5, 1.5, 1.5, 1.0, 1.5]
