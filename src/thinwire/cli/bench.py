@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ..codecs import CODECS
+from ..lab.netns import format_rate
 from ..lab.results import result, write
 from .console import console, errors, failure, output
 
@@ -67,3 +70,129 @@ def kernels(
         output.print(table)
         if json_file is not None:
             write(json_file, result("bench kernels", rows, {"repetitions": repetitions}))
+
+
+@app.command()
+def step(
+    workload: Annotated[str, typer.Option(help="gpt, gpt-small, vgg, resnet or lstm.")] = "gpt",
+    nodes: Annotated[str, typer.Option(help="Emulated machines; several numbers give one run each.")] = "2",
+    ranks_per_node: Annotated[int, typer.Option(help="Processes on each of them.", min=1)] = 1,
+    rates: Annotated[str, typer.Option(help="Rates of the links, in this order.")] = "100mbit,1gbit,none",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Only these: none (no communication), noop (a hook that sends nothing), fp32 (plain DDP), fp16, bf16, "
+            "powersgd1, powersgd4, int8-hook, topk-hook, or texts of codecs. @4 after one gives it buckets of 4 MB."
+        ),
+    ] = "all",
+    rounds: Annotated[int, typer.Option(help="How often every method is visited.", min=1)] = 10,
+    steps_per_round: Annotated[int, typer.Option(help="Steps of a visit.", min=1)] = 3,
+    warm_up: Annotated[int, typer.Option(help="Steps of every codec before the first that is measured.", min=4)] = 60,
+    bucket_mb: Annotated[float | None, typer.Option(help="Size of DDP's buckets; default: that of DDP.")] = None,
+    bucket_view: Annotated[
+        bool, typer.Option("--bucket-view", help="Every DDP with gradient_as_bucket_view, which saves it a copy.")
+    ] = False,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw step time over rate to this .svg or .png.")] = None,
+) -> None:
+    """Training steps of thinwire's codecs and of what a user would pick instead, over the same emulated links.
+
+    All methods take turns in the same processes. A step is forward, backward and optimizer; the slowest rank counts. Bytes
+    are those that the nodes' interfaces counted.
+
+    Examples:
+
+    thinwire bench step --rates 1gbit --methods "none,fp32,fp16,micro(density=0.01)"
+
+    thinwire bench step --workload gpt-small --nodes 2,4,8,16 --rates none --methods "fp32,topk-hook,micro" --rounds 2
+    """
+    from ..lab import bench_step
+
+    with errors():
+        options = bench_step.Options(
+            workload=workload,
+            ranks_per_node=ranks_per_node,
+            rates=tuple(bench_step.split(rates)),
+            methods=bench_step.METHODS if methods == "all" else tuple(bench_step.split(methods)),
+            rounds=rounds,
+            steps_per_round=steps_per_round,
+            warm_up=warm_up,
+            bucket_mb=bucket_mb,
+            bucket_view=bucket_view,
+        )
+        bench_step.check(options)
+        sizes = _numbers(nodes)
+        rows, memory = [], []
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("visits", total=bench_step.total_visits(options, len(sizes)))
+            watcher = bench_step.Watcher(
+                tell=lambda text: progress.console.print(escape(text), soft_wrap=True),
+                visits=lambda count: progress.advance(task, count),
+            )
+            for size in sizes:
+                run = bench_step.run(size, options, watcher)
+                rows += bench_step.rows(run, options)
+                memory.append(run.peak_memory_bytes)
+        _show_steps(rows)
+        console.print(f"peak memory of a rank, all methods together: {max(memory) / 1e9:.2f} GB")
+        if json_file is not None:
+            summary = {
+                "rounds": rounds,
+                "steps_per_round": steps_per_round,
+                "bucket_mb": bucket_mb,
+                "bucket_view": bucket_view,
+            }
+            write(json_file, result("bench step", rows, {**summary, "peak_memory_bytes": memory}))
+        if plot is not None:
+            bench_step.plot(plot, rows)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise failure(f"{text!r} is not a list of numbers: write --nodes 2, or --nodes 2,4,8") from None
+
+
+def _show_steps(rows: list[dict[str, Any]]) -> None:
+    for place in dict.fromkeys((row["nodes"], row["rate"]) for row in rows):
+        chosen = [row for row in rows if (row["nodes"], row["rate"]) == place]
+        first = chosen[0]
+        rate = f"rate {first['rate']}"
+        if first["measured_rate"]:
+            rate += f" (measured {format_rate(first['measured_rate'])}{'' if first['calibrated'] else ', OFF'})"
+        cores = "one core a node or more" if first["pinned"] else "fewer cores than nodes: times are the scheduler's"
+        table = Table(title=f"{first['workload']}, {first['nodes']} nodes, {rate}, {cores}", title_justify="left")
+        for column in (
+            "method",
+            "ms a step",
+            "95 %",
+            "x ceiling",
+            "fp32 / it",
+            "recovered",
+            "MB sent",
+            "by stats",
+            "ratio",
+            "CPU ms",
+        ):
+            table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+        for row in chosen:
+            table.add_row(
+                row["method"],
+                f"{1000 * row['seconds']:.1f}",
+                f"{1000 * row['ci_low']:.0f}-{1000 * row['ci_high']:.0f}",
+                _number(row["ratio_to_ceiling"], "{:.3f}"),
+                _number(row["ratio_to_fp32"] and 1 / row["ratio_to_fp32"], "{:.2f}"),
+                _number(row["recovered"], "{:.3f}"),
+                _number(row["bytes_per_rank"], "{:.3f}", 1e6),
+                _number(row["expected_bytes_per_rank"], "{:.3f}", 1e6),
+                _number(row["payload_ratio_to_expected"], "{:.3f}"),
+                f"{1000 * row['cpu_seconds']:.1f}",
+            )
+        # Squeezed into 80 columns it could not be read; a file or a pipe has no width.
+        (output if output.is_terminal else Console(highlight=False, width=120)).print(table)
+
+
+def _number(value: float | None, form: str, unit: float = 1.0) -> str:
+    return "" if value is None else form.format(value / unit)

@@ -1,0 +1,326 @@
+"""Training steps of every method over the same emulated cluster: what `thinwire bench step` measures.
+
+All methods live in the same processes and take turns, round by round, so that a noisy moment meets all alike. A step is
+forward, backward and optimizer; the slowest rank counts. Bytes are what the interfaces of the nodes counted.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ThinwireError
+from .cluster import Cluster
+from .netns import LabError, format_rate, parse_rate
+
+PACKET_OVERHEAD = 66  # Ethernet 14, IPv4 20, TCP 20 with its time stamps 12
+CEILING, BASE, SILENT = "none", "fp32", "noop"
+PEER_NAMES = ("noop", "fp16", "bf16", "powersgd1", "powersgd4", "int8-hook", "topk-hook")
+
+METHODS = (
+    "none",
+    "noop",
+    "fp32",
+    "fp16",
+    "bf16",
+    "powersgd1",
+    "powersgd4",
+    "int8-hook",
+    "topk-hook",
+    "micro(density=0.01)",
+    "laplace(density=0.01)",
+    "adacomp",
+    "randomblock",
+    "cast",
+    "dense",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    workload: str = "gpt"
+    ranks_per_node: int = 1
+    rates: tuple[str, ...] = ("100mbit", "1gbit", "none")
+    methods: tuple[str, ...] = METHODS
+    rounds: int = 10
+    steps_per_round: int = 3
+    warm_up: int = 60
+    bucket_mb: float | None = None
+    bucket_view: bool = False
+
+
+@dataclass
+class Visit:
+    """What one visit to a method found; see `step_worker.Judge.visit`."""
+
+    round: int
+    seconds: list[float]
+    cpu_seconds: float
+    bytes_sent: float
+    packets_sent: float
+    wire_steps: float
+    gathered_bytes: float
+    summed_bytes: float
+
+
+@dataclass
+class Phase:
+    """All visits at one rate."""
+
+    nodes: int
+    rate: str
+    measured_rate: float | None
+    calibrated: bool
+    visits: dict[str, list[Visit]] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """What one cluster gave."""
+
+    nodes: int
+    pinned: bool
+    counted: bool
+    """Whether the nodes have interfaces of their own, whose counters mean something."""
+    peak_memory_bytes: int = 0
+    phases: list[Phase] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Who wants to hear of progress: words for people, and visits that are done."""
+
+    tell: Callable[[str], None] = lambda text: None
+    visits: Callable[[int], None] = lambda count: None
+
+
+def split(text: str) -> list[str]:
+    """A list with commas, of which those inside brackets belong to a codec."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+def check(options: Options) -> None:
+    """Refuse what no worker could run, before there is a cluster."""
+    from ..codecs import parse
+
+    for rate in options.rates:
+        parse_rate(rate)
+    if len(set(options.methods)) != len(options.methods):
+        raise LabError("a method is given twice")
+    for method in options.methods:
+        name, _, size = method.partition("@")
+        try:
+            if size and float(size) <= 0:
+                raise ValueError
+        except ValueError:
+            raise LabError(
+                f"{method!r}: what follows the @ is the size of DDP's buckets in MB, as in 'fp32@4'"
+            ) from None
+        if name not in (CEILING, BASE, *PEER_NAMES):
+            try:
+                parse(name)
+            except ThinwireError as error:
+                names = ", ".join((CEILING, BASE, *PEER_NAMES))
+                raise LabError(f"{error}; or one of the methods {names}") from None
+
+
+def total_visits(options: Options, clusters: int = 1) -> int:
+    return clusters * len(options.methods) * (1 + len(options.rates) * options.rounds)
+
+
+def run(nodes: int, options: Options, watcher: Watcher) -> Run:
+    """All rates and methods on one cluster of `nodes` nodes."""
+    # Methods warm up, and DDP finds its buckets, while the links are not shaped.
+    with Cluster(nodes, options.ranks_per_node, "none") as cluster, tempfile.TemporaryDirectory() as flags:
+        if cluster.why:
+            watcher.tell(f"not shaped: {cluster.why}")
+        outcome = Run(nodes, pinned=False, counted=cluster.mode != "loopback")
+        news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        noise: list[str] = []
+
+        def read(rank: int, line: str) -> None:
+            try:
+                news.put(dict(json.loads(line)))
+            except (ValueError, TypeError):
+                noise.append(f"[{rank}] {line}")
+
+        job = cluster.start(_command(options, flags), on_line=read)
+        while True:
+            try:
+                item = news.get(timeout=0.2)
+            except queue.Empty:
+                if job.running:
+                    continue
+                break
+            if "ready" in item:
+                outcome.phases.append(_shape(cluster, options.rates[item["ready"]], watcher))
+                Path(flags, f"go-{item['ready']}").touch()
+            elif "warm" in item:
+                watcher.visits(1)
+            elif "seconds" in item:
+                phase = outcome.phases[item.pop("phase")]
+                phase.visits.setdefault(options.methods[item.pop("method")], []).append(Visit(**item))
+                watcher.visits(1)
+            elif "peak_memory_bytes" in item:
+                outcome.peak_memory_bytes = item["peak_memory_bytes"]
+        result = job.wait()
+        if result.code:
+            raise LabError("\n".join([f"the benchmark's job ended with code {result.code}:", *noise[-30:]]))
+        outcome.pinned = result.pinned
+        return outcome
+
+
+def _command(options: Options, flags: str) -> list[str]:
+    words = {
+        "--workload": options.workload,
+        "--methods": json.dumps(options.methods),
+        "--phases": len(options.rates),
+        "--rounds": options.rounds,
+        "--steps": options.steps_per_round,
+        "--warm-up": options.warm_up,
+        "--flags": flags,
+    }
+    if options.bucket_mb is not None:
+        words["--bucket-mb"] = options.bucket_mb
+    view = ["--bucket-view"] if options.bucket_view else []
+    worker = [sys.executable, "-m", "thinwire.lab.step_worker", *view]
+    return [*worker, *(str(word) for pair in words.items() for word in pair)]
+
+
+def _shape(cluster: Cluster, rate: str, watcher: Watcher) -> Phase:
+    if cluster.mode == "loopback":
+        return Phase(cluster.nodes, rate, None, False)
+    cluster.set_rate(rate)
+    calibration = cluster.calibrate()
+    watcher.tell(f"{cluster.nodes} nodes, {calibration}")
+    if not calibration.good:
+        watcher.tell("the links are not within 15 % of the rate: take times with care")
+    return Phase(cluster.nodes, format_rate(parse_rate(rate)), calibration.measured, calibration.good)
+
+
+# Statistics.
+
+
+def rows(run: Run, options: Options) -> list[dict[str, Any]]:
+    """One flat row for each rate and method, in the order given."""
+    return [
+        _row(run, phase, method, options)
+        for phase in run.phases
+        for method in options.methods
+        if phase.visits.get(method)
+    ]
+
+
+def _row(run: Run, phase: Phase, method: str, options: Options) -> dict[str, Any]:
+    visits = phase.visits[method]
+    seconds = _median(visits)
+    low, high = interval([visit.seconds for visit in visits])
+    ceiling = _median(phase.visits.get(CEILING, []))
+    base = _median(phase.visits.get(BASE, []))
+    cost = base - ceiling if base and ceiling else None
+    world = run.nodes * options.ranks_per_node
+    stats, expected = _handed_over(visits, world)
+    payload = _payload(visits, phase.visits.get(SILENT, []), options) if run.counted else None
+    return {
+        "workload": options.workload,
+        "nodes": run.nodes,
+        "ranks_per_node": options.ranks_per_node,
+        "rate": phase.rate,
+        "method": method,
+        "seconds": seconds,
+        "ci_low": low,
+        "ci_high": high,
+        "ratio_to_ceiling": seconds / ceiling if ceiling else None,
+        "ratio_to_fp32": seconds / base if base else None,
+        "recovered": (base - seconds) / cost if base and cost and method != CEILING else None,
+        "bytes_per_rank": _each_step(visits, "bytes_sent", options) / options.ranks_per_node if run.counted else None,
+        "payload_bytes_per_rank": payload,
+        "stats_bytes_per_rank": stats,
+        "expected_bytes_per_rank": expected,
+        "payload_ratio_to_expected": payload / expected if payload and expected else None,
+        "cpu_seconds": statistics.median(visit.cpu_seconds for visit in visits),
+        "samples": sum(len(visit.seconds) for visit in visits),
+        "pinned": run.pinned,
+        "measured_rate": phase.measured_rate,
+        "calibrated": phase.calibrated,
+    }
+
+
+def _median(visits: Sequence[Visit]) -> float:
+    """Of all steps; 0 if there are none."""
+    seconds = [value for visit in visits for value in visit.seconds]
+    return statistics.median(seconds) if seconds else 0.0
+
+
+def _each_step(visits: Sequence[Visit], name: str, options: Options) -> float:
+    """The median over visits of a number that a node counted, by step."""
+    values = [getattr(visit, name) / options.steps_per_round for visit in visits]
+    return statistics.median(values) if values else 0.0
+
+
+def _payload(visits: Sequence[Visit], silent: Sequence[Visit], options: Options) -> float | None:
+    """Bytes of gradients that a rank sent a step: without headers of packets, less what a hook that sends nothing sends."""
+    if not silent:
+        return None
+    total = 0.0
+    for sign, which in ((1, visits), (-1, silent)):
+        sent = _each_step(which, "bytes_sent", options)
+        total += sign * (sent - PACKET_OVERHEAD * _each_step(which, "packets_sent", options))
+    return total / options.ranks_per_node
+
+
+def _handed_over(visits: Sequence[Visit], world: int) -> tuple[float | None, float | None]:
+    """Bytes that a rank handed to collectives a step, and what these should put on the wire.
+
+    A ring all-gather of s bytes sends s (n - 1) from every rank, a ring all-reduce 2 s (n - 1) / n.
+    """
+    steps = sum(visit.wire_steps for visit in visits)
+    if not steps:
+        return None, None
+    gathered = sum(visit.gathered_bytes for visit in visits) / steps
+    summed = sum(visit.summed_bytes for visit in visits) / steps
+    return gathered + summed, gathered * (world - 1) + 2 * summed * (world - 1) / world
+
+
+def interval(rounds: Sequence[Sequence[float]], samples: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """Where the median lies, with 95 %: bootstrap over rounds, because steps of one visit are alike."""
+    generator = random.Random(seed)
+    medians = []
+    for _ in range(samples):
+        drawn = generator.choices(rounds, k=len(rounds))
+        medians.append(statistics.median(value for seconds in drawn for value in seconds))
+    medians.sort()
+    return medians[int(0.025 * samples)], medians[int(0.975 * samples)]
+
+
+def plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Step time over rate, one line a method."""
+    try:
+        from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise LabError(f"{str(path)!r} is not drawn: a plot needs matplotlib (pip install matplotlib)") from None
+    rates = sorted({row["rate"] for row in rows}, key=lambda rate: parse_rate(rate) or float("inf"))
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for method in dict.fromkeys(row["method"] for row in rows):
+        points = {row["rate"]: row["seconds"] for row in rows if row["method"] == method}
+        axes.plot([rates.index(rate) for rate in points], list(points.values()), marker="o", label=method)
+    axes.set_xticks(range(len(rates)), rates)
+    axes.set(xlabel="rate of the links", ylabel="seconds a step", yscale="log")
+    axes.legend(fontsize="small", ncols=2)
+    figure.savefig(path)

@@ -1,0 +1,192 @@
+"""One rank of `thinwire bench step`: every method in this process, visited in turn.
+
+Each method has its own copy of the model, its own DDP and its own optimizer. They warm up while the links are not shaped.
+Then rank 0 says `{"ready": i}`, waits for the file `go-i`, and all ranks visit all methods, round by round; after every visit
+rank 0 prints what it found as one JSON line. Ranks agree on a control group of their own, outside what is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+
+from ..engine.wire import Wire
+from .peers import ONE_BUCKET_MB, PEERS
+from .workloads import Workload, load
+
+PLAIN_WARM_UP = 5
+
+
+@dataclass
+class Contestant:
+    """One method in its training loop."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    wire: Wire | None
+    steps: int = 0
+
+    def step(self, work: Workload, rank: int) -> tuple[float, float]:
+        """Forward, backward and optimizer; its seconds, and those of the processor in all threads."""
+        batch = work.batch(self.steps, rank)
+        self.steps += 1
+        begun, cpu = time.perf_counter(), time.process_time()
+        self.optimizer.zero_grad()
+        work.loss(self.module, batch).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return time.perf_counter() - begun, time.process_time() - cpu
+
+
+def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool = False) -> Contestant:
+    """`method` is a name of `bench_step`, or the text of a codec; `@4` after it gives DDP buckets of 4 MB."""
+    name, _, own = method.partition("@")
+    model = work.model()
+    wire: Wire | None = None
+    module = model
+    if name != "none":
+        peer = PEERS.get(name)
+        size = float(own) if own else bucket_mb
+        if peer is not None and peer.one_bucket:
+            size = ONE_BUCKET_MB
+        ddp = DistributedDataParallel(model, bucket_cap_mb=size, gradient_as_bucket_view=bucket_view)
+        if peer is not None:
+            ddp.register_comm_hook(peer.state(), peer.hook)
+        elif name != "fp32":
+            wire = thinwire.attach(ddp, name)
+        module = ddp
+    return Contestant(module, torch.optim.SGD(model.parameters(), lr=0.01), wire)
+
+
+def sent(interface: str) -> tuple[int, int]:
+    """Bytes and packets that this node has sent, as the kernel counted them on its interface."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            values = numbers.split()
+            return int(values[8]), int(values[9])
+    return 0, 0
+
+
+def handed_over(wire: Wire | None) -> tuple[int, int, int]:
+    """Steps so far, and bytes that this rank has handed to all-gathers and all-reduces in them."""
+    if wire is None or wire.runner is None:
+        return 0, 0, 0
+    statistics = wire.runner.statistics
+    gathered = sum(group.gathered_bytes for group in statistics.groups)
+    return statistics.steps, gathered, statistics.bytes - gathered
+
+
+class Judge:
+    """Visits methods and agrees with the other ranks on what was seen."""
+
+    def __init__(self, work: Workload, contestants: list[Contestant], interface: str) -> None:
+        self.work, self.contestants, self.interface = work, contestants, interface
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.control = dist.new_group()
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control)
+
+    def visit(self, contestant: Contestant, steps: int) -> dict[str, Any]:
+        """Some steps of one method. Seconds are those of the slowest rank, the rest is a list over ranks or a mean."""
+        seconds, cpu = [], 0.0
+        before = handed_over(contestant.wire)
+        self.barrier()
+        bytes_before, packets_before = sent(self.interface)
+        for _ in range(steps):
+            own, used = contestant.step(self.work, self.rank)
+            cpu += used
+            slowest = torch.tensor(own, dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.control)
+            seconds.append(slowest.item())
+        self.barrier()
+        bytes_after, packets_after = sent(self.interface)
+        wire = [now - then for now, then in zip(handed_over(contestant.wire), before, strict=True)]
+        numbers = [cpu, bytes_after - bytes_before, packets_after - packets_before, *wire]
+        everyone = self._gather(torch.tensor(numbers, dtype=torch.float64))
+        mean = everyone.mean(dim=0).tolist()
+        return {
+            "seconds": seconds,
+            "cpu_seconds": mean[0] / steps,
+            "bytes_sent": mean[1],
+            "packets_sent": mean[2],
+            "wire_steps": mean[3],
+            "gathered_bytes": mean[4],
+            "summed_bytes": mean[5],
+        }
+
+    def _gather(self, numbers: Tensor) -> Tensor:
+        everyone = numbers.new_empty(self.world * numbers.numel())
+        dist.all_gather_into_tensor(everyone, numbers, group=self.control)
+        return everyone.view(self.world, -1)
+
+    def peak_memory(self) -> int:
+        """Bytes of the largest rank, all methods together."""
+        mine = torch.tensor([1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss], dtype=torch.float64)
+        return int(self._gather(mine).max())
+
+
+def say(**news: Any) -> None:
+    if dist.get_rank() == 0:
+        print(json.dumps(news), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", required=True)
+    parser.add_argument("--methods", required=True, help="a JSON list")
+    parser.add_argument("--phases", type=int, required=True, help="how often the links change")
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True, help="steps of a visit")
+    parser.add_argument("--warm-up", type=int, required=True, help="steps of each method before all others")
+    parser.add_argument("--bucket-mb", type=float, default=None)
+    parser.add_argument("--bucket-view", action="store_true", help="DDP hands its buckets out as gradients")
+    parser.add_argument(
+        "--flags", type=Path, required=True, help="the directory in which files go-0, go-1, ... appear"
+    )
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    work = load(options.workload)
+    contestants = []
+    for method in json.loads(options.methods):
+        contestants.append(make(method, work, options.bucket_mb, options.bucket_view))
+        say(made=method)
+    judge = Judge(work, contestants, os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
+    for place, contestant in enumerate(contestants):
+        # Thresholds and message sizes settle within tens of steps; without them there is only DDP's second step to wait for.
+        judge.visit(contestant, options.warm_up if contestant.wire else min(options.warm_up, PLAIN_WARM_UP))
+        say(warm=place)
+    # A collection in the middle of a step would meet one method and not another.
+    gc.collect()
+    gc.freeze()
+    for phase in range(options.phases):
+        judge.barrier()
+        say(ready=phase)
+        while dist.get_rank() == 0 and not (options.flags / f"go-{phase}").exists():
+            time.sleep(0.02)
+        judge.barrier()
+        for round_ in range(options.rounds):
+            for place, contestant in enumerate(contestants):
+                say(phase=phase, round=round_, method=place, **judge.visit(contestant, options.steps))
+    say(peak_memory_bytes=judge.peak_memory())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
