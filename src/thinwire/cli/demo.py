@@ -20,7 +20,7 @@ from .console import console, errors, failure, output
 def demo(
     codec: Annotated[str, typer.Option(help="How gradients are compressed.")] = "micro(density=0.01)",
     rate: Annotated[str, typer.Option(help="Rate of the link between the two machines.")] = "100mbit",
-    steps: Annotated[int, typer.Option(help="Training steps of each run.", min=WARM_UP + 2)] = 80,
+    steps: Annotated[int, typer.Option(help="Training steps of each run.", min=WARM_UP + 2)] = 60,
     data: Annotated[
         Path | None, typer.Option(help="A text to learn; default: the texts of Python's own help.")
     ] = None,
@@ -68,8 +68,9 @@ def _show(outcomes: list[Outcome], cluster: Cluster) -> None:
     table = Table(
         title=f"2 workers, {rate}: small GPT (1.9 M parameters), text of Python's help", title_justify="left"
     )
-    for column in ("", "step (median)", "sent by a node a step", "loss at the end", "faster"):
-        table.add_column(column, justify="left" if not column else "right")
+    table.add_column("", overflow="fold", min_width=20)
+    for column in ("step (median)", "sent by a node a step", "loss at the end", "faster"):
+        table.add_column(column, justify="right")
     dense = outcomes[0]
     for outcome in outcomes:
         size = outcome.bytes_per_step or outcome.stats.get("bytes_per_step")
