@@ -32,7 +32,7 @@ TEXTS = {
 
 
 # Codecs with a threshold that is estimated, from a sample or from the steps before: density 1 is a target, not a promise.
-ESTIMATED = {"micro", "dgc", "sidco"}
+ESTIMATED = {"micro", "sidco"}
 # Codecs whose results are sums over many elements, and round like the largest of them.
 MIXES = {"lowrank"}
 # What these send is decided by the data, or by a controller that needs thousands of steps.

@@ -281,12 +281,16 @@ class MiCRO(Codec):
             state.histogram = torch.zeros(0)
 
     def _start(self, counts: NDArray[np.float64], world: int, elements: int) -> float:
+        if self.density >= 1.0:
+            return float(np.finfo(np.float32).smallest_subnormal)  # everything but zeros
         k = self._target(elements)
         if self.start_from == "formula":
             return 1.0 / (2.0 * math.sqrt(k))
         return quantile(counts, k * world)
 
     def _factor(self, selected: float, target: int, steps: int) -> float:
+        if self.density >= 1.0:
+            return 1.0
         ratio = selected / target
         if self.controller == "proportional":
             power = _HURRY if steps <= _HURRY_STEPS else _CALM
