@@ -37,14 +37,15 @@ def test_wrong_rates_are_quoted(text: str) -> None:
     assert isinstance(raised.value, ThinwireError)
 
 
-@given(st.integers(64, 100_000_000).map(lambda kbit: kbit * 1000))
-def test_buckets_fit(rate: int) -> None:
-    shape = Shape.of(rate)
+@given(st.integers(64, 100_000_000).map(lambda kbit: kbit * 1000), st.booleans())
+def test_buckets_fit(rate: int, port: bool) -> None:
+    shape = Shape.of(rate, port)
     assert shape.burst <= max(rate / 8 * 0.002, 2 * FRAME)
     assert FRAME < shape.bucket <= shape.burst
     assert FRAME < shape.gso <= max(shape.bucket, 2 * FRAME)
     assert shape.gso <= 65536
     assert shape.limit > shape.burst
+    assert ("peakrate" in shape.tbf()) is not port
     assert parse_rate(format_rate(rate)) == pytest.approx(rate, rel=1e-3)
 
 

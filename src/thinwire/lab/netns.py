@@ -57,30 +57,35 @@ class Shape:
     """Parameters of `tc tbf` for one end of a cable; sizes in bytes.
 
     The large bucket (`burst`, 2 ms at the rate) makes up for timers that fire late: 20 MB pass at 0.96 of 1 Gbit/s with
-    it, at 0.90 with 32 KB. Alone it would let 256 KB through at six times the rate, so a second, small bucket (`bucket`,
-    0.12 ms at `peak`, 8 % above the rate) spreads it out. Packets larger than the small bucket would be cut up by the
-    qdisc: `gso` tells the sender not to build them. The small bucket holds at least four frames: with two, 100 Mbit/s
-    both ways at once came to 0.86 to 0.90 of the rate instead of 0.95. But never more than `burst`, and that has a floor
-    of two frames: one is what the kernel needs to send anything at all, the second lets the bucket refill meanwhile.
-    So only below 12 Mbit/s does the burst exceed 2 ms.
+    it, at 0.90 with 32 KB. Alone it would let 256 KB through at six times the rate, so where a node sends, a second, small
+    bucket (`bucket`, 0.18 ms at `peak`, 8 % above the rate) spreads it out. Packets larger than the small bucket would be
+    cut up by the qdisc: `gso` tells the sender not to build them. A smaller one means more timers than a busy processor
+    keeps up with: with 0.12 ms, 1 Gbit/s both ways at once came to 0.66 to 0.85 of the rate instead of 0.96. It holds at
+    least four frames: with two, 100 Mbit/s both ways came to 0.86 to 0.90 instead of 0.95. But never more than `burst`,
+    and that has a floor of two frames: one is what the kernel needs to send anything at all, the second lets the bucket
+    refill meanwhile. So only below 12 Mbit/s does the burst exceed 2 ms.
+
+    The port of the switch has the large bucket only: what one node sends arrives spread out already, and what several
+    send to one node at once is held to the rate.
     """
 
     rate: int
     burst: int
-    peak: int
+    peak: int | None
     bucket: int
     limit: int
     gso: int
 
     @classmethod
-    def of(cls, rate: int) -> Shape:
+    def of(cls, rate: int, port: bool) -> Shape:
+        """Of a port of the switch, or of a node."""
         a_second = rate / 8
         burst = max(int(a_second * 0.002), 2 * FRAME)
-        bucket = min(max(int(a_second * 0.00012), 4 * FRAME), burst)
+        bucket = burst if port else min(max(int(a_second * 0.00018), 4 * FRAME), burst)
         return cls(
             rate=rate,
             burst=burst,
-            peak=int(rate * 1.08),
+            peak=None if port else int(rate * 1.08),
             bucket=bucket,
             # What a switch port queues: 50 ms, but never less than a few windows of a slow start.
             limit=max(int(a_second * 0.05), 64 * FRAME),
@@ -88,9 +93,8 @@ class Shape:
         )
 
     def tbf(self) -> str:
-        return (
-            f"tbf rate {self.rate}bit burst {self.burst} peakrate {self.peak}bit mtu {self.bucket} limit {self.limit}"
-        )
+        peak = f" peakrate {self.peak}bit mtu {self.bucket}" if self.peak else ""
+        return f"tbf rate {self.rate}bit burst {self.burst}{peak} limit {self.limit}"
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,7 @@ class Network:
 
     def _bucket(self, device: str, rate: int | None, namespace: str, shaped: bool) -> list[str]:
         """Lowers the packet size of a device to fit its bucket; gives the line for tc."""
-        shape = Shape.of(rate) if rate else None
+        shape = Shape.of(rate, port=namespace == self.switch) if rate else None
         size = shape.gso if shape else 65536
         # Before iproute2 5.19 there is no gro_max_size, and nothing is lost: the bucket cuts large packets up itself.
         with contextlib.suppress(LabError):
