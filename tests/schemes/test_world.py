@@ -92,13 +92,34 @@ def _collectives() -> dict[str, list[float]]:
     return results
 
 
-def test_collectives_on_gloo() -> None:
-    for results in run(3, _collectives):
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_on_gloo(size: int) -> None:
+    total = size * (size + 1) / 2
+    for results in run(size, _collectives):
         for dtype in ("torch.float32", "torch.bfloat16"):
-            assert results[f"sum {dtype}"] == [6.0, -6.0]
-            assert results[f"average {dtype}"] == [2.0, -2.0]
-            assert results[f"max {dtype}"] == [3.0, 0.0]
-        assert results["gather"] == [0, 7, 1, 7, 2, 7]
+            assert results[f"sum {dtype}"] == [total, -2 * (total - size)]
+            assert results[f"average {dtype}"] == [total / size, -2 * (total - size) / size]
+            assert results[f"max {dtype}"] == [size, 0.0]
+        assert results["gather"] == [0, 7, 1, 7, 2, 7][: 2 * size]
+
+
+def _sums_of_two() -> list[float]:
+    """Several on their way at once, of growing and shrinking sizes: each has a buffer of its own."""
+    world = TorchWorld(None, 1)
+    sizes = [1000, 0, 5, 70_000, 200, 1000, 3 << 20]
+    tensors = [torch.full((size,), float(dist.get_rank() + i)) for i, size in enumerate(sizes)]
+    for _ in range(2):
+        pending = [world.issue(0, [Collective("average", tensor)], lambda: None) for tensor in tensors]
+        for one in pending:
+            one.check()
+    world.close()
+    assert all(bool((tensor == tensor[:1]).all()) for tensor in tensors)
+    return [float(tensor[0]) for tensor in tensors if tensor.numel()]
+
+
+def test_sums_of_two_ranks() -> None:
+    """Small ones travel by an all-gather, the last one does not."""
+    assert run(2, _sums_of_two) == [[0.5, 2.5, 3.5, 4.5, 5.5, 6.5]] * 2
 
 
 def _mean(group: dist.ProcessGroup | None, rank: float, codec: str = "topk(density=1.0)") -> float:
