@@ -133,3 +133,15 @@ def test_scatter_equals_reference(name: str, case: tuple[np.ndarray, np.ndarray]
     plain(expected, torch.from_numpy(indices), torch.from_numpy(values), scale)
     compiled(out, indices, values, scale)
     assert same_bits(out, expected.numpy())
+
+
+@pytest.mark.parametrize(
+    "elements", [0, 1, 7, 1000, basic.CACHED, basic.CACHED + 1, basic.CACHED + 12, 3 * basic.CACHED]
+)
+@pytest.mark.parametrize("offset", [0, 1, 5, 8])
+def test_clear_stays_inside(elements: int, offset: int) -> None:
+    whole = np.ones(elements + offset + 9, np.float32)
+    basic.clear(whole[offset : offset + elements])
+    assert not whole[offset : offset + elements].any()
+    assert whole[:offset].all()
+    assert whole[offset + elements :].all()

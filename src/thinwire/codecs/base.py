@@ -174,9 +174,11 @@ class GatheredCodec(Codec):
         raise NotImplementedError(f"{self} cannot add messages without decoding them")
 
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
+        from ..kernels.cpu import basic
+
         message = self.encode(gradient, residual, state)
         messages = yield Gather(message)
-        gradient.zero_()
+        basic.clear(gradient.numpy())
         self.decode(messages, gradient, 1.0 / state.world, state)
 
     def undo(self, residual: Tensor, state: CodecState) -> None:

@@ -75,7 +75,7 @@ class RandomBlock(Codec):
         buffer = state.buffer.numpy()
         buffer[: state.taken.size] = state.taken
         yield Sum(state.buffer, tail=True, finite=finite)
-        gradient.zero_()
+        basic.clear(gradient.numpy())
         blocks.add_blocks(gradient.numpy(), *places, buffer[: state.taken.size], 1.0 / state.world)
 
     def undo(self, residual: Tensor, state: CodecState) -> None:

@@ -51,7 +51,7 @@ class Contestant:
         return time.perf_counter() - begun, time.process_time() - cpu
 
 
-def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool = False) -> Contestant:
+def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool = True) -> Contestant:
     """`method` is a name of `bench_step`, or the text of a codec; `@4` after it gives DDP buckets of 4 MB."""
     name, _, own = method.partition("@")
     model = work.model()
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True, help="steps of a visit")
     parser.add_argument("--warm-up", type=int, required=True, help="steps of each method before all others")
     parser.add_argument("--bucket-mb", type=float, default=None)
-    parser.add_argument("--bucket-view", action="store_true", help="DDP hands its buckets out as gradients")
+    parser.add_argument("--no-bucket-view", action="store_true", help="DDP copies gradients out of its buckets")
     parser.add_argument(
         "--flags", type=Path, required=True, help="the directory in which files go-0, go-1, ... appear"
     )
@@ -165,7 +165,7 @@ def main() -> None:
     work = load(options.workload)
     contestants = []
     for method in json.loads(options.methods):
-        contestants.append(make(method, work, options.bucket_mb, options.bucket_view))
+        contestants.append(make(method, work, options.bucket_mb, not options.no_bucket_view))
         say(made=method)
     judge = Judge(work, contestants, os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
     for place, contestant in enumerate(contestants):

@@ -8,11 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.kernels.cpu._jit import kernel
+from thinwire.kernels.cpu._masks import STREAM, stream_zeros
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int32]
 
 TILE = 4096
+CACHED = 1 << 18  # elements that are worth having in the cache when they are cleared: what follows finds them there
 _EXPONENT = np.int32(0x7F800000)  # all ones exactly for NaN and infinity
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
@@ -99,12 +101,29 @@ def add_at(out: Floats, indices: Indices, values: Floats, scale: float) -> None:
 
 
 @kernel
+def clear(out: Floats) -> None:
+    """Zero everywhere.  Memory: one write pass.
+
+    An ordinary store reads the cache line that it is going to overwrite: 25 M elements took 6.7 ms so, and 3.4 past the
+    cache, beside 9.4 for `add_`.
+    """
+    head = (-(out.ctypes.data // 4)) % STREAM if out.size > CACHED else out.size
+    for i in range(head):
+        out[i] = np.float32(0.0)
+    whole = out.size - (out.size - head) % STREAM
+    for i in range(head, whole, STREAM):
+        stream_zeros(out, i)
+    for i in range(whole, out.size):
+        out[i] = np.float32(0.0)
+
+
+@kernel
 def write_at(out: Floats, indices: Indices, values: Floats, scale: float) -> None:
     """Zero everywhere, then `out[indices[i]] = values[i] * scale`.
 
     out float32 (n,), indices int32 (k,), values float32 (k,).  Memory: one write pass and k cache lines.
     """
-    out[:] = np.float32(0.0)
+    clear(out)
     factor = np.float32(scale)
     for i in range(indices.size):
         out[indices[i]] = values[i] * factor

@@ -47,6 +47,11 @@ def add_at(out: Tensor, indices: Tensor, values: Tensor, scale: float) -> None:
         out[index] += value
 
 
+def clear(out: Tensor) -> None:
+    """Zero everywhere."""
+    out.zero_()
+
+
 def write_at(out: Tensor, indices: Tensor, values: Tensor, scale: float) -> None:
     """Zero everywhere, then `out[indices[i]] = values[i] * scale`."""
     out.zero_()
