@@ -15,6 +15,7 @@ from .codecs import (
     SIDCo,
     Sign,
     TopK,
+    Warmup,
     parse,
     register,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "Sign",
     "ThinwireError",
     "TopK",
+    "Warmup",
     "Wire",
     "__version__",
     "attach",

@@ -23,6 +23,7 @@ TEXTS = {
     "micro": [
         "micro(density=0.1)",
         "micro(density=0.3, threshold='layer', balance=True)",
+        "micro(density=0.05, balance=True)",
         "micro(density=0.2, values='bf16')",
         "micro(density=0.1, controller='fixed', start_from='formula')",
     ],

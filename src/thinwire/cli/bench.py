@@ -90,8 +90,9 @@ def step(
     warm_up: Annotated[int, typer.Option(help="Steps of every codec before the first that is measured.", min=4)] = 60,
     bucket_mb: Annotated[float | None, typer.Option(help="Size of DDP's buckets; default: that of DDP.")] = None,
     bucket_view: Annotated[
-        bool, typer.Option("--bucket-view", help="Every DDP with gradient_as_bucket_view, which saves it a copy.")
-    ] = False,
+        bool,
+        typer.Option(help="Every DDP with gradient_as_bucket_view, which saves it a copy, or every one without."),
+    ] = True,
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw step time over rate to this .svg or .png.")] = None,
 ) -> None:

@@ -12,6 +12,7 @@ from .micro import MiCRO
 from .randomblock import RandomBlock
 from .randomk import RandomK
 from .registry import CODECS, parse, register
+from .schedule import Warmup
 from .sidco import SIDCo
 from .sign import Sign
 from .topk import TopK
@@ -40,6 +41,7 @@ __all__ = [
     "Sign",
     "Sum",
     "TopK",
+    "Warmup",
     "parse",
     "register",
 ]

@@ -9,14 +9,16 @@ same generator.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..messages import HEADER_BYTES
+from .schedule import Warmup
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,19 @@ class Codec:
     """Whether its sums have a tail, in which small tensors can travel along."""
     direct: ClassVar[bool] = False
     """Whether the exchange is nothing but the all-reduce of the gradient, in its own dtype."""
+
+    adjustable: ClassVar[tuple[str, ...]] = ()
+    """Fields that may change from step to step: by a schedule such as `Warmup`, or by `wire.set`."""
+
+    def at(self, step: int, settings: Mapping[str, Any] = MappingProxyType({})) -> Self:
+        """This codec with the numbers that its schedules have in a step, or those that `settings` give instead."""
+        numbers = {name: settings.get(name, getattr(self, name)) for name in self.adjustable}
+        numbers = {name: value.at(step) if isinstance(value, Warmup) else value for name, value in numbers.items()}
+        changed = {name: value for name, value in numbers.items() if value != getattr(self, name)}
+        return dataclasses.replace(self, **changed) if changed else self
+
+    def adjusted(self, state: CodecState) -> None:
+        """`wire.set` has changed something: the state may have to follow faster than from step to step."""
 
     def start(self, group: GroupInfo, rank: int, world: int) -> CodecState:
         return CodecState(group, rank, world)

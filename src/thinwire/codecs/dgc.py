@@ -114,7 +114,7 @@ class DGC(SparseCodec):
         elements = residual.size
         if self.target(state.group) >= sum(parameter.elements for parameter in state.group.parameters):
             return 0.0
-        wished = min(elements, max(1, round(self.sample * elements), round(2.0 / self.density)))
+        wished = min(elements, max(1, round(self.sample * elements), round(2.0 / self.share)))
         stride = elements // wished
         if stride > 32:
             stride = stride // 32 * 32 + 1  # odd, so that it does not walk down a column of a matrix
@@ -122,7 +122,7 @@ class DGC(SparseCodec):
         start = int(draws.uniform(bits, 1)[0] * stride)
         with np.errstate(over="ignore", invalid="ignore"):
             sample = np.abs(residual[start::stride] + gradient[start::stride])
-        k = max(1, round(self.density * sample.size))
+        k = max(1, round(self.share * sample.size))
         smallest = np.partition(sample, sample.size - k)[sample.size - k]
         # Kernels select what is above a threshold; the sample's own smallest shall be among it.
         return float(np.nextafter(smallest, np.float32(0.0)))

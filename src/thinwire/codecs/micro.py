@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import messages
 from ..messages import HEADER_BYTES, Flag, ValueCoding, read_header
 from .base import Codec, CodecState, Estimate, Gather, GroupInfo, Message, Steps, Sum
+from .schedule import Warmup, check_density
 from .sparse import VALUE_CODINGS
 
 CONTROLLERS = ("proportional", "fixed", "paper_code")
@@ -22,7 +23,9 @@ BLOCKS = 1024
 BINS = 2048
 _SHIFT = 20  # 8 exponent and 3 mantissa bits: 8 bins an octave
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_HURRY_STEPS, _HURRY, _CALM, _LARGEST_MOVE = 50, 0.5, 0.1, 1.5
+_HURRY_STEPS, _HURRY, _CALM, _CALM_BALANCED, _LARGEST_MOVE = 50, 0.5, 0.1, 0.2, 1.5
+_HEADROOM = 1.12  # with balance, what a rank may send, in shares of what a rank sends on average
+_SATURATED = 1.2  # what is taken to have been wanted, in shares of what was sent, when every rank met that limit
 
 
 @dataclass
@@ -33,6 +36,8 @@ class MicroState(CodecState):
     floors: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     borders: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    usual: float = 0.0
+    """A slow average of what all ranks together sent, from which the limit of a rank follows."""
     steps: int = 0
     """Steps with a threshold; 0 until the dense first step has given one."""
     ends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -47,7 +52,7 @@ class MicroState(CodecState):
     """Elements that all ranks together would have sent, cut ones included."""
     imbalance: float = 1.0
 
-    saved: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "borders", "weights", "steps")
+    saved: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "borders", "weights", "usual", "steps")
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,20 @@ class MiCRO(Codec):
     for all ranks. Indices are gathered, relative to the partition and Rice-coded; then every rank adds its values at all
     of them to one sum. The first step is dense and gives the start of the threshold.
 
-    controller  proportional: threshold *= (selected / target) ** 0.5 for 50 steps, then ** 0.1, at most 1.5 times a step;
+    controller  proportional: threshold *= (selected / target) ** 0.5 for 50 steps, then ** 0.1
+                (0.2 with balance), at most 1.5 times a step;
                 fixed: the paper's dead band as it is meant; paper_code: as its code has it, 4 to 8 % under the target
     start       quantile: from the magnitudes of the first gradient on all ranks; formula: 1 / (2 sqrt(k)), as the code
     threshold   global: one for all groups, as the paper; layer: one for each tensor, each held at the density
-    balance     move the borders of the partitions so that all ranks select alike (the aim of ExDyna): the gathered
-                messages are padded to the longest
+    balance     move the borders of the partitions so that all ranks select alike (the aim of ExDyna), and let no rank send
+                more than 1.12 times the usual share: the gathered messages are padded to the longest
     values      how values are summed: fp32, or fp16 / bf16, whose rounding stays in the residual
 
     Bytes: an index takes log2(1/density) + 1.5 bits, gathered, a value 4 bytes, all-reduced.  Memory passes: accumulate
     with selection in 1/n of it, the cache lines of what is taken, and one write pass for the result.
     """
 
-    density: float = 0.01
+    density: float | Warmup = 0.01
     controller: str = "proportional"
     start_from: str = "quantile"
     threshold: str = "global"
@@ -78,14 +84,14 @@ class MiCRO(Codec):
     values: str = "fp32"
 
     rounds: ClassVar[int] = 2
+    adjustable: ClassVar[tuple[str, ...]] = ("density",)
 
     @property
     def rides(self) -> bool:  # type: ignore[override]
         return self.values == "fp32"
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.density <= 1.0:
-            raise ValueError(f"density must be above 0 and at most 1, not {self.density!r}")
+        check_density(self.density)
         for name, value, allowed in (
             ("controller", self.controller, CONTROLLERS),
             ("start_from", self.start_from, ("quantile", "formula")),
@@ -154,10 +160,11 @@ class MiCRO(Codec):
         if state.chosen.size < room:
             state.chosen = np.empty(room, np.int32)
         finite, wanted, written = micro.accumulate_select_segments(
-            flat, gradient.numpy(), begin, end, state.ends, state.thresholds.astype(np.float32), state.chosen[:room]
+            flat, gradient.numpy(), begin, end, state.ends, self._thresholds(state), state.chosen[:room]
         )
+        kept = self._limit(state, written) if self.balance else written
         packed = messages.pack(
-            state.chosen[:written],
+            state.chosen[:kept],
             None,
             end - begin,
             state.outgoing.numpy(),
@@ -165,8 +172,8 @@ class MiCRO(Codec):
             rotation=step,
             finite=finite,
         )
-        if finite and wanted > written:
-            self._want_more(state.outgoing, packed.wanted * wanted // max(written, 1))
+        if finite and (kept < written or wanted > written):
+            self._want_more(state.outgoing, packed.wanted * wanted // written if kept == written else packed.wanted)
         answers = yield Gather(Message(packed.size))
         self._read(answers, state)
         support, values = state.support[: state.count], state.taken[: state.count]
@@ -181,6 +188,24 @@ class MiCRO(Codec):
         result = total[: state.count].numpy() if self.values == "fp32" else total.float().numpy()
         basic.write_at(gradient.numpy(), support, result, 1.0 / world if self.values == "fp32" else 1.0)
 
+    def _thresholds(self, state: MicroState) -> NDArray[np.float32]:
+        if self._share >= 1.0:
+            return np.zeros(state.thresholds.size, np.float32)  # everything but zeros
+        return state.thresholds.astype(np.float32)
+
+    def _limit(self, state: MicroState, count: int) -> int:
+        """With balance: leave out what exceeds a rank's share, one cyclic range that begins elsewhere in every step."""
+        allowed = math.ceil(_HEADROOM * max(state.usual, self._target(state.group.elements)) / state.world)
+        if count <= allowed:
+            return count
+        start = state.step * 0x9E3779B1 % 2**32 * count >> 32
+        stop = start + count - allowed
+        if stop <= count:
+            state.chosen[start:allowed] = state.chosen[stop:count]
+        else:
+            state.chosen[:allowed] = state.chosen[stop - count : start]
+        return allowed
+
     def _read(self, answers: Sequence[Tensor], state: MicroState) -> None:
         """Join the selections of all ranks, by partition, so that indices ascend."""
         world, step = state.world, state.step
@@ -189,7 +214,7 @@ class MiCRO(Codec):
         if total > state.support.size or state.support.size > 4 * max(total, 1024):
             state.support = np.empty(total + total // 4, np.int32)
             state.taken = np.empty(state.support.size, np.float32)
-        state.wanted, at, most = 0.0, 0, 0
+        state.wanted, at, most, cut = 0.0, 0, 0, 0
         for part in range(world):
             rank = (part - step) % world
             begin, size = int(state.borders[part]), int(state.borders[part + 1] - state.borders[part])
@@ -201,13 +226,16 @@ class MiCRO(Codec):
             most = max(most, header.entries)
             written = HEADER_BYTES + header.payload
             share = header.wanted / written if header.flags & Flag.CUT else 1.0
+            cut += bool(header.flags & Flag.CUT)
             state.wanted += header.entries * share
+        if self.balance and cut == world:
+            state.wanted *= _SATURATED
         state.count = at
         state.imbalance = world * most / at if at else 1.0
 
     @staticmethod
     def _want_more(outgoing: Tensor, wanted: int) -> None:
-        """More was selected than could even be listed: say so, in bytes."""
+        """More was selected than is listed: say so, and how many bytes there should have been."""
         words = outgoing.numpy()[:HEADER_BYTES].view("<u2")
         words[1] |= Flag.CUT
         outgoing.numpy()[:HEADER_BYTES].view("<u4")[2] = min(wanted, 2**32 - 1)
@@ -258,8 +286,17 @@ class MiCRO(Codec):
                 self._rebalance(state)
             state.steps += 1
 
+    @property
+    def _share(self) -> float:
+        assert not isinstance(self.density, Warmup)
+        return self.density
+
+    def adjusted(self, state: CodecState) -> None:
+        assert isinstance(state, MicroState)
+        state.steps = min(state.steps, 1)  # the threshold moves fast again
+
     def _target(self, elements: int) -> int:
-        return max(1, math.floor(self.density * elements))
+        return max(1, math.floor(self._share * elements))
 
     def _target_of(self, states: Sequence[MicroState]) -> int:
         return self._target(sum(parameter.elements for state in states for parameter in state.group.parameters))
@@ -281,19 +318,19 @@ class MiCRO(Codec):
             state.histogram = torch.zeros(0)
 
     def _start(self, counts: NDArray[np.float64], world: int, elements: int) -> float:
-        if self.density >= 1.0:
-            return float(np.finfo(np.float32).smallest_subnormal)  # everything but zeros
         k = self._target(elements)
         if self.start_from == "formula":
             return 1.0 / (2.0 * math.sqrt(k))
         return quantile(counts, k * world)
 
     def _factor(self, selected: float, target: int, steps: int) -> float:
-        if self.density >= 1.0:
+        if self._share >= 1.0:
             return 1.0
         ratio = selected / target
         if self.controller == "proportional":
-            power = _HURRY if steps <= _HURRY_STEPS else _CALM
+            # Counts that are limited vary less, so the threshold may follow faster: with 0.1 they stayed 2 to 3 % short.
+            calm = _CALM_BALANCED if self.balance else _CALM
+            power = _HURRY if steps <= _HURRY_STEPS else calm
             return float(min(_LARGEST_MOVE, max(1.0 / _LARGEST_MOVE, ratio**power)))
         if ratio > 1.1:
             return 1.005
@@ -312,10 +349,12 @@ class MiCRO(Codec):
             state.thresholds[i] = max(state.thresholds[i] * factor, state.floors[i])
 
     def _rebalance(self, state: MicroState) -> None:
-        """Put the borders where a slow average of what was selected, in 1024 blocks, says that all parts are equal.
+        """Learn the usual count, and put the borders where a slow average of what was selected, in 1024 blocks, says that
+        all parts are equal.
 
         ExDyna moves one block a step over a border; this moves all borders at once to where its rule would lead.
         """
+        state.usual += (0.3 if state.count > state.usual else 0.05) * (state.count - state.usual)
         block = -(-state.group.elements // BLOCKS)
         if block < 32:
             return

@@ -41,8 +41,8 @@ class RandomK(Codec):
     rides: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.density <= 1.0:
-            raise ValueError(f"density must be above 0 and at most 1, not {self.density!r}")
+        if not (isinstance(self.density, int | float) and 0.0 < self.density <= 1.0):
+            raise ValueError(f"density must be a number above 0 and at most 1, not {self.density!r}")
 
     def start(self, group: GroupInfo, rank: int, world: int) -> RandomKState:
         count = self._target(group)

@@ -21,6 +21,7 @@ from .lowrank import LowRank
 from .micro import MiCRO
 from .randomblock import RandomBlock
 from .randomk import RandomK
+from .schedule import Warmup
 from .sidco import SIDCo
 from .sign import Sign
 from .topk import TopK
@@ -97,6 +98,9 @@ def parse(text: str) -> Codec:
             raise CodecTextError(f"{text!r}: {call.func.id} has no argument {name!r}; it has: {allowed}")
         if name in arguments:
             raise CodecTextError(f"{text!r}: argument {name!r} is given twice")
+        if isinstance(value, ast.Call):
+            arguments[name] = _schedule(text, name, value)
+            continue
         try:
             arguments[name] = ast.literal_eval(value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
@@ -105,5 +109,18 @@ def parse(text: str) -> Codec:
             ) from error
     try:
         return kind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise CodecTextError(f"{text!r}: {error}") from error
+
+
+def _schedule(text: str, name: str, call: ast.Call) -> Warmup:
+    """`Warmup(to=0.01, steps=500)` as the value of an argument."""
+    if not (isinstance(call.func, ast.Name) and call.func.id in ("Warmup", "warmup")):
+        raise CodecTextError(
+            f"{text!r}: the value of {name!r} is not a number, a text, a truth value or Warmup(to, steps, start=0.25)"
+        )
+    try:
+        words = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return Warmup(*(ast.literal_eval(value) for value in call.args), **words)
     except (TypeError, ValueError) as error:
         raise CodecTextError(f"{text!r}: {error}") from error

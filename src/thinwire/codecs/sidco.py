@@ -90,11 +90,11 @@ class SIDCo(SparseCodec):
 
         elements = sum(parameter.elements for parameter in state.group.parameters)
         below_largest = float(np.nextafter(np.float32(largest), np.float32(0.0)))
-        several = state.stages > 1 and self.density < FIRST_RATIO
-        first = FIRST_RATIO if several else self.density
+        several = state.stages > 1 and self.share < FIRST_RATIO
+        first = FIRST_RATIO if several else self.share
         threshold = _rounded(total / elements * math.log(1.0 / first), below_largest)
         if several:
-            share = (self.density / FIRST_RATIO) ** (1.0 / (state.stages - 1))
+            share = (self.share / FIRST_RATIO) ** (1.0 / (state.stages - 1))
             for _ in range(state.stages - 1):
                 count, tail_total, smallest = sidco.tail(flat, threshold)
                 if count == 0:
@@ -105,9 +105,9 @@ class SIDCo(SparseCodec):
 
     def most_stages(self) -> int:
         """The largest number of stages that adaptation may reach."""
-        if self.density >= FIRST_RATIO:
+        if self.share >= FIRST_RATIO:
             return 1
-        most = math.ceil(math.log2(1.0 / self.density))
+        most = math.ceil(math.log2(1.0 / self.share))
         return most if self.stages_max is None else min(most, self.stages_max)
 
     def commit(self, states: Sequence[CodecState]) -> None:

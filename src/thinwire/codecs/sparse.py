@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from .. import messages
 from ..messages import ValueCoding
 from .base import CodecState, Estimate, GatheredCodec, GroupInfo, Message
+from .schedule import Warmup, check_density
 
 VALUE_CODINGS = {"fp32": ValueCoding.FP32, "fp16": ValueCoding.FP16, "bf16": ValueCoding.BF16}
 
@@ -49,12 +51,13 @@ class SparseState(CodecState):
 class SparseCodec(GatheredCodec):
     """A codec that sends chosen elements: subclasses write `pick`."""
 
-    density: float = 0.01
+    density: float | Warmup = 0.01
     values: str = "fp32"
 
+    adjustable: ClassVar[tuple[str, ...]] = ("density",)
+
     def __post_init__(self) -> None:
-        if not 0.0 < self.density <= 1.0:
-            raise ValueError(f"density must be above 0 and at most 1, not {self.density!r}")
+        check_density(self.density)
         if self.values not in VALUE_CODINGS:
             raise ValueError(f"values must be one of {', '.join(VALUE_CODINGS)}, not {self.values!r}")
 
@@ -73,7 +76,13 @@ class SparseCodec(GatheredCodec):
     def target(self, group: GroupInfo) -> int:
         """How many elements of the group should be sent in a step."""
         elements = sum(parameter.elements for parameter in group.parameters)
-        return min(elements, max(1, round(self.density * elements))) if elements else 0
+        return min(elements, max(1, round(self.share * elements))) if elements else 0
+
+    @property
+    def share(self) -> float:
+        """The density as a number: the engine runs codecs only as `at` gives them."""
+        assert not isinstance(self.density, Warmup)
+        return self.density
 
     def encode(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Message:
         from ..kernels.cpu import basic

@@ -6,7 +6,7 @@ them out.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,8 @@ class GroupRun:
     group: Group
     info: GroupInfo
     codec: Codec
+    now: Codec
+    """The codec with the numbers of this step, see `Codec.at`."""
     state: CodecState
     capacity: Capacity | None
     outgoing: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
@@ -59,6 +61,7 @@ class Member:
     ) -> None:
         self.rank, self.world = rank, world
         self.step = 0
+        self.settings: dict[str, float] = {}
         self.skipped = 0
         self.off = False
         self.last_off = False
@@ -79,11 +82,12 @@ class Member:
 
     def _start(self, group: Group, codec: Codec) -> GroupRun:
         info = group.info()
-        gathered = codec.estimate(info, self.world).gathered
+        now = codec.at(0)
+        gathered = now.estimate(info, self.world).gathered
         # No codec needs more than every element with its index, as plain words.
         largest = HEADER_BYTES + 8 * info.elements
-        capacity = Capacity(gathered, codec.smallest_capacity(info), largest) if gathered else None
-        return GroupRun(group, info, codec, codec.start(info, self.rank, self.world), capacity)
+        capacity = Capacity(gathered, now.smallest_capacity(info), largest) if gathered else None
+        return GroupRun(group, info, codec, now, now.start(info, self.rank, self.world), capacity)
 
     # -- one group -----------------------------------------------------------------------------------------------------
 
@@ -105,7 +109,7 @@ class Member:
         run.wanted = -1
         self._make_room(run)
         finite = True
-        steps = run.codec.exchange(gradient, residual, run.state)
+        steps = run.now.exchange(gradient, residual, run.state)
         answer: list[Tensor] | Tensor | None = None
         while True:
             try:
@@ -202,12 +206,12 @@ class Member:
         if self.off:
             self.skipped += 1
             for index, run in enumerate(self.groups):
-                run.codec.undo(self.residuals.flat[index], run.state)
+                run.now.undo(self.residuals.flat[index], run.state)
                 self.residuals.roll_back(index)
         else:
             by_codec: dict[Codec, list[CodecState]] = {}
             for run in self.groups:
-                by_codec.setdefault(run.codec, []).append(run.state)
+                by_codec.setdefault(run.now, []).append(run.state)
                 if run.capacity is not None and run.wanted >= 0:
                     run.capacity.observe(run.wanted)
             for codec, states in by_codec.items():
@@ -216,7 +220,21 @@ class Member:
             entry.residual.copy_(entry.before)
         self._unused.clear()
         self.last_off, self.off = self.off, False
-        self.step += 1
+        self.begin(self.step + 1)
+
+    def begin(self, step: int) -> None:
+        """The next step is this one: codecs take the numbers that they have in it."""
+        self.step = step
+        for run in self.groups:
+            run.now = run.codec.at(step, self.settings)
+
+    def adjust(self, settings: Mapping[str, float]) -> None:
+        """From the next step on, codecs that have these fields take these numbers."""
+        self.settings |= settings
+        self.begin(self.step)
+        for run in self.groups:
+            if set(run.codec.adjustable).intersection(settings):
+                run.now.adjusted(run.state)
 
     @property
     def bytes(self) -> int:

@@ -51,6 +51,7 @@ class Meta(msgspec.Struct, forbid_unknown_fields=True):
     codec: str
     step: int = 0
     skipped: int = 0
+    settings: dict[str, float] = {}
     layout: Layout | None = None
     capacities: list[list[int]] = []
     numbers: list[dict[str, Number]] = []
@@ -62,7 +63,7 @@ def blank(layout: Layout, *, rank: int, world: int) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for group, codec in zip(layout.groups, layout.codecs(), strict=True):
         info = group.info()
-        begun = codec.start(info, rank, world)
+        begun = codec.at(0).start(info, rank, world)
         flat = {"residual": torch.zeros(info.elements)} if codec.keeps_residual else {}
         flat |= {field: torch.as_tensor(getattr(begun, field)) for field in _elementwise(begun)}
         for field, tensor in flat.items():
@@ -70,9 +71,9 @@ def blank(layout: Layout, *, rank: int, world: int) -> dict[str, Any]:
     return state
 
 
-def save(runner: Runner | None, *, rank: int, world: int, codec: str) -> dict[str, Any]:
+def save(runner: Runner | None, *, rank: int, world: int, codec: str, settings: Mapping[str, float]) -> dict[str, Any]:
     """The state of one rank; tensors are copies."""
-    meta = Meta(FORMAT, __version__, rank, world, codec)
+    meta = Meta(FORMAT, __version__, rank, world, codec, settings=dict(settings))
     state: dict[str, Any] = {}
     if runner is not None:
         member = runner.members[list(runner.world.members).index(rank)]
@@ -124,6 +125,10 @@ def read_meta(state: Mapping[str, Any], *, rank: int, world: int, codec: str, te
         raise StateError(f"the state was saved with codec {meta.codec}; this wire uses {codec}")
     if min(meta.step, meta.skipped, *(wanted for recent in meta.capacities for wanted in recent), 0) < 0:
         raise StateError(f"{key!r} has a negative step, number of skipped steps or capacity")
+    try:
+        parse(codec).at(meta.step, meta.settings)
+    except (TypeError, ValueError) as error:
+        raise StateError(f"{key!r} has settings that {codec} refuses: {error}") from None
     if meta.layout is not None:
         _check_layout(meta.layout, tensors, codec)
         for name in ("capacities", "numbers", "arrays"):
@@ -201,7 +206,8 @@ def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
             run.capacity.recent.clear()
             for wanted in recent:
                 run.capacity.observe(wanted)
-    member.step, member.skipped = meta.step, meta.skipped
+    member.settings, member.skipped = dict(meta.settings), meta.skipped
+    member.begin(meta.step)
     runner.statistics.skipped = meta.skipped
 
 

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..codecs import Codec
-from ..errors import StateError
+from ..errors import AttachError, StateError
+from ..log import logger
 from ..schemes.world import TorchWorld, World
 from . import interrupt, state
+from .agree import agree
 from .layout import Layout, TensorInfo
 from .member import all_finite
 from .runner import Runner
@@ -34,6 +36,7 @@ class Wire:
     ) -> None:
         self.world, self.codec, self.tensors = world, codec, list(tensors)
         self.runner: Runner | None = None
+        self.settings: dict[str, float] = {}
         self.dense_steps = 0
         self._protected, self._tracks_unused = protected, tracks_unused
         self._guarded = False
@@ -49,13 +52,16 @@ class Wire:
         return self._use(self._make(layout))
 
     def _make(self, layout: Layout) -> Runner:
-        return Runner(
+        runner = Runner(
             self.world,
             layout,
             protected=self._protected,
             tests_results=self._guarded or self._protected,
             tracks_unused=self._tracks_unused,
         )
+        for member in runner.members:
+            member.adjust(self.settings)
+        return runner
 
     def _use(self, runner: Runner) -> Runner:
         if self.runner is not None:
@@ -85,6 +91,39 @@ class Wire:
         """What closed this wire, if it is closed."""
         return self.runner.error if self.runner is not None else None
 
+    def set(self, **settings: float) -> None:
+        """Change numbers of the codec from the next step on, as in `wire.set(density=0.001)`.
+
+        A collective, to be called on every rank between two steps: all must say the same. It takes the place of a schedule,
+        and is saved with the state.
+        """
+        problem: str | None = None
+        try:
+            for name in settings:
+                if name not in self.codec.adjustable:
+                    known = ", ".join(self.codec.adjustable) or "nothing"
+                    raise ValueError(f"{self.codec} cannot change {name!r} while training; it can: {known}")
+            self.codec.at(0, settings)
+            if self.runner is not None and self.runner.busy:
+                raise ValueError("an exchange is under way: change the codec between two steps")
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+        if isinstance(self.world, TorchWorld):
+            step = self.runner.members[0].step if self.runner is not None else 0
+            agree(self.world.parent, {"settings": sorted(settings.items()), "step": step}, problem)
+        elif problem is not None:
+            raise AttachError(problem)
+        self.settings |= settings
+        if self.runner is not None:
+            for member in self.runner.members:
+                member.adjust(settings)
+        if self.world.members[0] == 0:
+            logger.info("from the next step on: %s", self._codec_now())
+
+    def _codec_now(self) -> Codec:
+        """The codec with its numbers of the next step."""
+        return self.codec.at(self.runner.members[0].step if self.runner is not None else 0, self.settings)
+
     # -- numbers -------------------------------------------------------------------------------------------------------
 
     @property
@@ -96,7 +135,11 @@ class Wire:
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank, means over steps: bytes it hands to collectives, seconds by phase, density, residual norm."""
-        stats: dict[str, Any] = {"codec": str(self.codec), "world": self.world.size, "dense_steps": self.dense_steps}
+        stats: dict[str, Any] = {
+            "codec": str(self._codec_now()),
+            "world": self.world.size,
+            "dense_steps": self.dense_steps,
+        }
         if self.runner is None:
             return {**stats, "steps": 0, "skipped": self._direct_skipped, "bytes_per_step": 0.0, "groups": []}
         member, statistics = self.runner.members[0], self.runner.statistics
@@ -158,7 +201,9 @@ class Wire:
         """Residuals, what codecs remember, step and layout, of this rank. Local, never a collective; save it on every rank."""
         result: dict[str, Any] = {}
         for rank in self.world.members:
-            result |= state.save(self.runner, rank=rank, world=self.world.size, codec=str(self.codec))
+            result |= state.save(
+                self.runner, rank=rank, world=self.world.size, codec=str(self.codec), settings=self.settings
+            )
             if self.runner is None:
                 layout = self._layout([[tensor] for tensor in self.tensors])
                 result |= state.blank(layout, rank=rank, world=self.world.size)
@@ -182,8 +227,10 @@ class Wire:
                 raise StateError(
                     "the state was saved before the layout was frozen; this wire has already begun to compress"
                 )
+            self.settings = dict(metas[0].settings)
             return
         candidate = self._make(layout)
         for meta in metas:
             state.restore(candidate, saved, meta)
+        self.settings = dict(metas[0].settings)
         self._use(candidate)

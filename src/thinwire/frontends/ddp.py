@@ -168,7 +168,8 @@ class DDPWire(Wire):
         total = sum(tensor.elements for tensor in self._infos.values())
         share = 100 * coded / total if total else 0.0
         memory = (8 if self._protected else 4) * coded / total if total and self.codec.keeps_residual else 0.0
-        estimate = [c.estimate(g.info(), self.world.size) for g, c in zip(layout.groups, layout.codecs(), strict=True)]
+        codecs = [codec.at(0, self.settings) for codec in layout.codecs()]
+        estimate = [c.estimate(g.info(), self.world.size) for g, c in zip(layout.groups, codecs, strict=True)]
         travel = sum(e.gathered + e.summed for e in estimate)
         logger.info(
             "%s on %d ranks: compresses %d of %d parameters (%.1f %%), the rest travels dense; a rank hands over about %s a "

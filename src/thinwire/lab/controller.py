@@ -1,0 +1,129 @@
+"""How well MiCRO holds its target on a real model: `python -m thinwire.lab.controller --data mnist.npz`.
+
+A small CNN learns MNIST on four ranks in one process, with the very codec of real jobs. K is what all ranks together
+selected in a step, k the target, M the most that one rank sent, n the number of ranks. Without `--data` the digits are
+generated patterns.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+from ..codecs import parse
+from ..codecs.micro import MicroState
+from ..engine.exchange import Exchange
+from ..schemes.world import LocalWorld
+from .results import result, write
+
+CODECS = ("micro", "micro(balance=True)", "micro(controller='fixed')", "micro(controller='paper_code')")
+Draw = Callable[[torch.Generator], tuple[Tensor, Tensor]]
+
+
+def model() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(32 * 49, 128), nn.ReLU(), nn.Linear(128, 10),
+        )  # fmt: skip
+
+
+def digits(path: Path | None, batch_size: int) -> Draw:
+    """Batches of 28x28 images and their classes, from an .npz with `x_train` and `y_train`, or made."""
+    if path is None:
+        patterns = torch.randn(10, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+
+        def make(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+            classes = torch.randint(10, (batch_size,), generator=generator)
+            return patterns[classes] + torch.randn(batch_size, 1, 28, 28, generator=generator), classes
+
+        return make
+    data = np.load(path)
+    images = (torch.from_numpy(data["x_train"]).float()[:, None] / 255 - 0.1307) / 0.3081
+    labels = torch.from_numpy(data["y_train"]).long()
+
+    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        places = torch.randint(len(images), (batch_size,), generator=generator)
+        return images[places], labels[places]
+
+    return draw
+
+
+def follow(text: str, draw: Draw, ranks: int = 4, steps: int = 500, name: str = "") -> dict[str, Any]:
+    """One row: what the codec selected over `steps` steps of training."""
+    net = model()
+    parameters = dict(net.named_parameters())
+    exchange = Exchange(parameters, parse(text), LocalWorld(ranks), min_elements=200)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    assert exchange.runner is not None
+    runs = [run for run in exchange.runner.members[0].groups if isinstance(run.state, MicroState)]
+    target = sum(int(0.01 * sum(parameter.elements for parameter in run.info.parameters)) for run in runs)
+    seen: list[tuple[float, float, bool, float]] = []
+    for _ in track(range(steps), description=name or text, transient=True):
+        gradients = []
+        for _ in range(ranks):
+            images, labels = draw(generator)
+            net.zero_grad()
+            loss = nn.functional.cross_entropy(net(images), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            gradients.append({key: value.grad.clone() for key, value in parameters.items() if value.grad is not None})
+        room = [run.capacity.value if run.capacity else 0 for run in runs]
+        exchange.reduce_(gradients)
+        for key, value in parameters.items():
+            value.grad = gradients[0][key]
+        optimizer.step()
+        overflow = any(run.wanted > size for run, size in zip(runs, room, strict=True))
+        states = [run.state for run in runs if isinstance(run.state, MicroState)]
+        sent = sum(state.count for state in states) / target
+        seen.append((sent, max(state.imbalance for state in states), overflow, float(loss.detach())))
+    exchange.close()
+    ratio, imbalance, overflows, losses = (np.array(column) for column in zip(*seen, strict=True))
+    late = slice(min(100, steps // 2), None)
+    return {
+        "codec": text,
+        "ranks": ranks,
+        "steps": steps,
+        "ratio_10_100": float(ratio[10:100].mean()),
+        "ratio_100_500": float(ratio[late].mean()),
+        "in_range": float(((ratio[late] >= 0.67) & (ratio[late] <= 1.5)).mean()),
+        "overflow": float(overflows[min(50, steps // 2) :].mean()),
+        "imbalance": float(np.median(imbalance[late])),
+        "loss": float(losses[-50:].mean()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="an .npz file with x_train and y_train")
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, default=32, help="of a rank")
+    parser.add_argument("--json", type=Path, dest="json_file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    draw = digits(options.data, options.batch_size)
+    rows = [follow(text, draw, options.ranks, options.steps) for text in options.codecs]
+    table = Table("codec", "K/k 10-100", "K/k from 100 on", "in 0.67-1.5", "overflow from 50 on", "n M/K", "last loss")
+    for row in rows:
+        numbers = ("ratio_10_100", "ratio_100_500", "in_range", "overflow", "imbalance", "loss")
+        table.add_row(str(row["codec"]), *(f"{row[key]:.3f}" for key in numbers))
+    Console().print(table)
+    if options.json_file:
+        write(options.json_file, result("lab controller", rows, {}))
+
+
+if __name__ == "__main__":
+    main()
