@@ -188,6 +188,31 @@ class AdaComp(GatheredCodec):
         assert isinstance(state, AdaCompState)
         self._add([message.numpy() for message in messages], out.numpy(), scale, state)
 
+    def write(self, messages: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
+        """All ranks tile by tile, so that a tile is written once, while it is in the cache."""
+        from ..kernels.cpu import adacomp, basic
+
+        assert isinstance(state, AdaCompState)
+        flat = out.numpy()
+        parts = [list(self._read(message.numpy(), state)) for message in messages]
+        if not all(parts):  # of a rank whose gradient was not finite: the step is void
+            super().write(messages, out, scale, state)
+            return
+        if sum(parameter.elements for parameter in state.group.parameters) < out.numel():
+            basic.clear(flat)  # what lies between them
+        for ranks in zip(*parts, strict=True):
+            segment = ranks[0][0]
+            words = np.concatenate([part[4] for part in ranks])
+            ends = np.cumsum([0, *(part[4].size for part in ranks)])
+            firsts, bins = (np.array([part[i] for part in ranks], np.int64) for i in (1, 2))
+            code, rank = adacomp.decode_all(
+                words, ends[:-1], ends[1:], segment.bin_length, np.stack([part[3] for part in ranks]),
+                segment.of(flat), scale, firsts, bins,
+            )  # fmt: skip
+            if code:
+                name = segment.parameter.name
+                raise MessageIndex(f"the words of {name!r} from rank {rank} are malformed (code {code})")
+
     def _add(
         self, messages: Sequence[NDArray[np.uint8]], out: NDArray[np.float32], scale: float, state: AdaCompState
     ) -> None:

@@ -189,12 +189,16 @@ class GatheredCodec(Codec):
         raise NotImplementedError(f"{self} cannot add messages without decoding them")
 
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
-        from ..kernels.cpu import basic
-
         message = self.encode(gradient, residual, state)
         messages = yield Gather(message)
-        basic.clear(gradient.numpy())
-        self.decode(messages, gradient, 1.0 / state.world, state)
+        self.write(messages, gradient, 1.0 / state.world, state)
+
+    def write(self, messages: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
+        """The sum of all messages times `scale`, whatever `out` held before; the same bits as `decode` into zeros."""
+        from ..kernels.cpu import basic
+
+        basic.clear(out.numpy())
+        self.decode(messages, out, scale, state)
 
     def undo(self, residual: Tensor, state: CodecState) -> None:
         self.decode([state.outgoing], residual, 1.0, state)

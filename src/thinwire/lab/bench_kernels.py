@@ -130,6 +130,20 @@ def topk(residual: Tensor, gradient: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return indices, values
 
 
+def sampled(residual: Tensor, gradient: Tensor, k: int, sample: float = 0.01) -> tuple[Tensor, Tensor]:
+    """DGC's hierarchical sampling as it is usually written: the threshold of a sample, and top-k again if it was too low."""
+    residual.add_(gradient)
+    magnitudes = residual.abs()
+    places = torch.randint(len(residual), (max(1, int(len(residual) * sample)),))
+    threshold = magnitudes[places].topk(max(1, int(k * sample)), sorted=False).values.min()
+    indices = (magnitudes >= threshold).nonzero().squeeze(1)
+    if len(indices) > 1.3 * k:
+        indices = indices[magnitudes[indices].topk(k, sorted=False).indices]
+    values = residual[indices]
+    residual[indices] = 0
+    return indices, values
+
+
 def entropy_bits(density: float) -> float:
     """Bits that a place needs at the least, for each place selected at random with this density."""
     if density >= 1.0:
@@ -150,7 +164,7 @@ def run(
     gradients = gradients_of(elements)
     k = max(1, round(density * elements))
     threshold = float(gradients[0].abs().topk(k).values[-1])
-    residuals = {phase: torch.zeros(elements) for phase in ("floor", "eager", "topk")}
+    residuals = {phase: torch.zeros(elements) for phase in ("floor", "eager", "sampled", "topk")}
     plain: dict[str, list[float]] = {phase: [] for phase in residuals}
     runs = [Run(text, count, elements) for text, count in codecs]
     for turn in range(WARM_UP + repetitions):
@@ -159,6 +173,7 @@ def run(
         baselines: dict[str, Callable[[], object]] = {
             "floor": lambda g=gradient: residuals["floor"].add_(g),  # type: ignore[misc]
             "eager": lambda g=gradient: eager(residuals["eager"], g, threshold),  # type: ignore[misc]
+            "sampled": lambda g=gradient: sampled(residuals["sampled"], g, k),  # type: ignore[misc]
             "topk": lambda g=gradient: topk(residuals["topk"], g, k),  # type: ignore[misc]
         }
         for phase, work in baselines.items():
