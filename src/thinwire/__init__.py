@@ -26,6 +26,14 @@ from .frontends.ddp import attach
 from .schemes.world import LocalWorld
 from .version import __version__
 
+
+def set_threads(count: int) -> None:
+    """Let `count` threads share thinwire's passes over memory; 1 unless THINWIRE_THREADS says otherwise."""
+    from .kernels.cpu import sliced
+
+    sliced.set_threads(count)
+
+
 __all__ = [
     "DGC",
     "AdaComp",
@@ -50,4 +58,5 @@ __all__ = [
     "attach",
     "parse",
     "register",
+    "set_threads",
 ]

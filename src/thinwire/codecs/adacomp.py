@@ -106,13 +106,14 @@ class AdaComp(GatheredCodec):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def encode(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Message:
-        from ..kernels.cpu import adacomp
+        from ..kernels.cpu import adacomp, sliced
 
         assert isinstance(state, AdaCompState)
-        new, old = gradient.numpy(), residual.numpy()
-        finite = True
-        for segment in state.segments:
-            good, segment.written = adacomp.encode_segment(
+        new, old, segments = gradient.numpy(), residual.numpy(), state.segments
+
+        def encode(place: int, _: int) -> bool:
+            segment = segments[place]
+            finite, segment.written = adacomp.encode_segment(
                 segment.of(new),
                 segment.of(old),
                 segment.bin_length,
@@ -122,7 +123,9 @@ class AdaComp(GatheredCodec):
                 segment.maxima,
                 segment.means,
             )
-            finite &= good
+            return finite
+
+        finite = all(sliced.each([(place, place + 1) for place in range(len(segments))], encode))
         buffer = state.outgoing.numpy()
         if not finite:
             write_header(buffer, Header(IndexCoding.OPAQUE, ValueCoding.NONE, Flag.NONFINITE, 0, 0, 0))
@@ -190,7 +193,7 @@ class AdaComp(GatheredCodec):
 
     def write(self, messages: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
         """All ranks tile by tile, so that a tile is written once, while it is in the cache."""
-        from ..kernels.cpu import adacomp, basic
+        from ..kernels.cpu import adacomp, sliced
 
         assert isinstance(state, AdaCompState)
         flat = out.numpy()
@@ -199,8 +202,11 @@ class AdaComp(GatheredCodec):
             super().write(messages, out, scale, state)
             return
         if sum(parameter.elements for parameter in state.group.parameters) < out.numel():
-            basic.clear(flat)  # what lies between them
-        for ranks in zip(*parts, strict=True):
+            sliced.clear(flat)  # what lies between them
+        tensors = list(zip(*parts, strict=True))
+
+        def decode(place: int, _: int) -> None:
+            ranks = tensors[place]
             segment = ranks[0][0]
             words = np.concatenate([part[4] for part in ranks])
             ends = np.cumsum([0, *(part[4].size for part in ranks)])
@@ -212,6 +218,8 @@ class AdaComp(GatheredCodec):
             if code:
                 name = segment.parameter.name
                 raise MessageIndex(f"the words of {name!r} from rank {rank} are malformed (code {code})")
+
+        sliced.each([(place, place + 1) for place in range(len(tensors))], decode)
 
     def _add(
         self, messages: Sequence[NDArray[np.uint8]], out: NDArray[np.float32], scale: float, state: AdaCompState

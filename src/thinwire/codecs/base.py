@@ -195,9 +195,9 @@ class GatheredCodec(Codec):
 
     def write(self, messages: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
         """The sum of all messages times `scale`, whatever `out` held before; the same bits as `decode` into zeros."""
-        from ..kernels.cpu import basic
+        from ..kernels.cpu import sliced
 
-        basic.clear(out.numpy())
+        sliced.clear(out.numpy())
         self.decode(messages, out, scale, state)
 
     def undo(self, residual: Tensor, state: CodecState) -> None:

@@ -79,7 +79,7 @@ class DGC(SparseCodec):
     def pick(
         self, gradient: Tensor, residual: Tensor, state: SparseState
     ) -> tuple[bool, NDArray[np.int32], NDArray[np.float32]]:
-        from ..kernels.cpu import basic, laplace
+        from ..kernels.cpu import basic, laplace, sliced
         from ..kernels.cpu.laplace_search import exact_cut
 
         assert isinstance(state, DGCState)
@@ -89,9 +89,9 @@ class DGC(SparseCodec):
             return True, state.indices[:0], state.values[:0]
         threshold = self._sampled(flat, new, state)
         if not np.isfinite(threshold):
-            return basic.accumulate(flat, new), state.indices[:0], state.values[:0]
+            return sliced.accumulate(flat, new), state.indices[:0], state.values[:0]
         state.room(min(flat.size, 4 * k + 64))
-        finite, count, _ = laplace.accumulate_collect(flat, new, threshold, state.indices, state.values)
+        finite, count, _ = sliced.accumulate_collect(flat, new, threshold, state.indices, state.values)
         if not finite:
             return False, state.indices[:0], state.values[:0]
         while count < TOO_FEW * k and threshold > 0.0 and state.rounds < ROUNDS:

@@ -106,12 +106,12 @@ class LowRank(Codec):
         return state
 
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
-        from ..kernels.cpu import basic, lowrank
+        from ..kernels.cpu import lowrank, sliced
 
         assert isinstance(state, LowRankState)
         share = 1.0 / state.world  # before the sums: a mean of finite values is finite, their sum need not be
         state.sent = False
-        finite = basic.accumulate(residual.numpy(), gradient.numpy())
+        finite = sliced.accumulate(residual.numpy(), gradient.numpy())
         state.first.zero_()
         if finite:
             for matrix in state.matrices:

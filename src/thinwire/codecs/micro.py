@@ -127,10 +127,10 @@ class MiCRO(Codec):
 
     def _dense(self, gradient: Tensor, residual: Tensor, state: MicroState) -> Steps:
         """The first step: everything travels, and with it the histogram of magnitudes from which thresholds start."""
-        from ..kernels.cpu import basic, laplace
+        from ..kernels.cpu import laplace, sliced
 
         flat, elements = residual.numpy(), residual.numel()
-        finite = basic.accumulate(flat, gradient.numpy())
+        finite = sliced.accumulate(flat, gradient.numpy())
         counts = np.zeros(BINS, np.int64)
         for i, (begin, end) in enumerate(self._segments(state)):
             laplace.histogram(flat[begin:end], 0, _SHIFT, counts)
@@ -151,7 +151,7 @@ class MiCRO(Codec):
         return [(0, state.group.elements)]
 
     def _sparse(self, gradient: Tensor, residual: Tensor, state: MicroState) -> Steps:
-        from ..kernels.cpu import basic, micro
+        from ..kernels.cpu import basic, sliced
 
         flat, step, world = residual.numpy(), state.step, state.world
         part = (step + state.rank) % world
@@ -159,7 +159,7 @@ class MiCRO(Codec):
         room = min(end - begin, 8 * self._target(state.group.elements) // world + 4096)
         if state.chosen.size < room:
             state.chosen = np.empty(room, np.int32)
-        finite, wanted, written = micro.accumulate_select_segments(
+        finite, wanted, written = sliced.accumulate_select_segments(
             flat, gradient.numpy(), begin, end, state.ends, self._thresholds(state), state.chosen[:room]
         )
         kept = self._limit(state, written) if self.balance else written

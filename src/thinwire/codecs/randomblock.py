@@ -63,19 +63,19 @@ class RandomBlock(Codec):
         )
 
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
-        from ..kernels.cpu import basic, blocks
+        from ..kernels.cpu import blocks, sliced
 
         assert isinstance(state, BlockState)
         parameters = [parameter for parameter in state.group.parameters if parameter.elements]
         for i, parameter in enumerate(parameters):
             state.starts[i] = draw(self.seed, state.step, parameter.name, parameter.elements)
         flat, places = residual.numpy(), (state.offsets, state.sizes, state.starts, state.lengths)
-        finite = basic.accumulate(flat, gradient.numpy())
+        finite = sliced.accumulate(flat, gradient.numpy())
         blocks.take_blocks(flat, *places, state.taken)
         buffer = state.buffer.numpy()
         buffer[: state.taken.size] = state.taken
         yield Sum(state.buffer, tail=True, finite=finite)
-        basic.clear(gradient.numpy())
+        sliced.clear(gradient.numpy())
         blocks.add_blocks(gradient.numpy(), *places, buffer[: state.taken.size], 1.0 / state.world)
 
     def undo(self, residual: Tensor, state: CodecState) -> None:

@@ -50,11 +50,11 @@ class RandomK(Codec):
         return RandomKState(group, rank, world, taken=taken, buffer=buffer)
 
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
-        from ..kernels.cpu import basic
+        from ..kernels.cpu import basic, sliced
 
         assert isinstance(state, RandomKState)
         flat, count = residual.numpy(), state.taken.size
-        finite = basic.accumulate(flat, gradient.numpy())
+        finite = sliced.accumulate(flat, gradient.numpy())
         state.indices = self._draw(state.group, state.step)
         if finite:
             basic.take(flat, state.indices, state.taken)

@@ -25,10 +25,10 @@ class TopK(SparseCodec):
     def pick(
         self, gradient: Tensor, residual: Tensor, state: SparseState
     ) -> tuple[bool, NDArray[np.int32], NDArray[np.float32]]:
-        from ..kernels.cpu import basic
+        from ..kernels.cpu import basic, sliced
 
         flat = residual.numpy()
-        if not basic.accumulate(flat, gradient.numpy()):
+        if not sliced.accumulate(flat, gradient.numpy()):
             return False, state.indices[:0], state.values[:0]
         largest = torch.topk(residual.abs(), self.target(state.group), sorted=False).indices
         indices = largest.to(torch.int32).sort().values.numpy()

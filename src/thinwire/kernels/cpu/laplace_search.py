@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.kernels.cpu import laplace
-from thinwire.kernels.cpu.basic import accumulate
+from thinwire.kernels.cpu import laplace, sliced
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int32]
@@ -78,14 +77,14 @@ def accumulate_pick(
     if room < min(high, residual.size) or values.size != room:
         raise ValueError(f"buffers of {room} indices and {values.size} values for {high} of {residual.size} elements")
     if k <= 0:
-        return Picked(accumulate(residual, gradient), 0, warm, 0)
+        return Picked(sliced.accumulate(residual, gradient), 0, warm, 0)
 
     # Where the vector must be searched: the exact choice needs a list to choose from, the other one just a threshold.
     window = (k, min(2 * k, room)) if exact else (low, high)
     cut = listed = None
     if residual.size <= room or warm.tail > 0.0:
         bottom = 0.0 if residual.size <= room else _below(warm, k)
-        finite, wanted, excess = laplace.accumulate_collect(residual, gradient, bottom, indices, values)
+        finite, wanted, excess = sliced.accumulate_collect(residual, gradient, bottom, indices, values)
         listed = Cut(bottom, 0, wanted, 0)
         if finite and (wanted > room or (wanted < low and bottom > 0.0)):
             cut = _search_again(residual, k, window, listed, excess / max(1, min(wanted, room)))
