@@ -7,12 +7,15 @@ loop on all ranks; the clock looks at rank 0 only. Reported are medians, and rat
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,6 +107,43 @@ class Run:
             member.finish()
 
 
+@dataclass
+class InPlace:
+    """MiCRO's kernels without messages: accumulate, flag and select in place; then take and clear at all ranks' places."""
+
+    ranks: int
+    elements: int
+    density: float
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.residual = np.zeros(self.elements, np.float32)
+        count = max(1, int(self.density * self.elements))
+        self.chosen = np.empty(2 * count // self.ranks + 64, np.int32)
+        places = np.random.default_rng(0).choice(self.elements, count, replace=False)
+        self.support = np.sort(places).astype(np.int32)
+        self.values = np.empty(count, np.float32)
+
+    def step(self, gradients: list[Tensor], turn: int, keep: bool) -> None:
+        from ..kernels.cpu import basic, sliced
+
+        gradient = gradients[turn % len(gradients)].numpy()
+        size = self.elements // self.ranks
+        start = turn % self.ranks * size
+        share = max(1, round(self.density * size))
+        magnitudes = np.abs(self.residual[start : start + size] + gradient[start : start + size])
+        threshold = np.partition(magnitudes, size - share)[size - share]
+        ends, thresholds = np.array([self.elements]), np.array([threshold], np.float32)
+        begun = time.perf_counter()
+        sliced.accumulate_select_segments(self.residual, gradient, start, start + size, ends, thresholds, self.chosen)
+        selected = time.perf_counter()
+        basic.take(self.residual, self.support, self.values)
+        ended = time.perf_counter()
+        if keep:
+            self.seconds.setdefault("in place", []).append(selected - begun)
+            self.seconds.setdefault("with take", []).append(ended - begun)
+
+
 def gradients_of(elements: int, count: int = 3, seed: int = 0) -> list[Tensor]:
     """Gradients whose scale changes from block to block, as layers do."""
     generator = torch.Generator().manual_seed(seed)
@@ -151,6 +191,12 @@ def entropy_bits(density: float) -> float:
     return -math.log2(density) - (1 - density) / density * math.log2(1 - density)
 
 
+def _time(work: Callable[[], object], seconds: list[float]) -> None:
+    begun = time.perf_counter()
+    work()
+    seconds.append(time.perf_counter() - begun)
+
+
 def run(
     elements: int,
     density: float,
@@ -167,23 +213,27 @@ def run(
     residuals = {phase: torch.zeros(elements) for phase in ("floor", "eager", "sampled", "topk")}
     plain: dict[str, list[float]] = {phase: [] for phase in residuals}
     runs = [Run(text, count, elements) for text, count in codecs]
+    kernels = [InPlace(count, elements, density) for text, count in codecs if text == f"micro(density={density:g})"]
     for turn in range(WARM_UP + repetitions):
         keep = turn >= WARM_UP
         gradient = gradients[turn % len(gradients)]
         baselines: dict[str, Callable[[], object]] = {
-            "floor": lambda g=gradient: residuals["floor"].add_(g),  # type: ignore[misc]
-            "eager": lambda g=gradient: eager(residuals["eager"], g, threshold),  # type: ignore[misc]
-            "sampled": lambda g=gradient: sampled(residuals["sampled"], g, k),  # type: ignore[misc]
-            "topk": lambda g=gradient: topk(residuals["topk"], g, k),  # type: ignore[misc]
+            "floor": partial(residuals["floor"].add_, gradient),
+            "eager": partial(eager, residuals["eager"], gradient, threshold),
+            "sampled": partial(sampled, residuals["sampled"], gradient, k),
+            "topk": partial(topk, residuals["topk"], gradient, k),
         }
-        for phase, work in baselines.items():
-            if phase == "floor" or turn >= WARM_UP - 1:
-                begun = time.perf_counter()
-                work()
-                if keep:
-                    plain[phase].append(time.perf_counter() - begun)
-        for codec in runs:
-            codec.step(gradients, turn, keep)
+        slow_ones = turn >= WARM_UP - 1
+        jobs: list[Callable[[], None]] = [
+            partial(_time, work, plain[phase] if keep else [])
+            for phase, work in baselines.items()
+            if phase == "floor" or slow_ones
+        ]
+        jobs += [partial(part.step, gradients, turn, keep) for part in [*kernels, *runs]]
+        # In another order every time: what stands behind `topk` finds the caches and the allocator in disorder.
+        random.Random(turn).shuffle(jobs)
+        for job in jobs:
+            job()
         progress()
     floor, slow = statistics.median(plain["floor"]), statistics.median(plain["topk"])
 
@@ -205,6 +255,8 @@ def run(
         }
 
     rows = [row("none", phase, 1, seconds, [], 0) for phase, seconds in plain.items()]
+    for part in kernels:
+        rows += [row(f"micro(density={density:g})", p, part.ranks, s, [], 0) for p, s in part.seconds.items()]
     for codec in runs:
         value_bits = {"fp32": 32, "fp16": 16, "bf16": 16}.get(getattr(codec.codec, "values", ""), 0)
         for phase, seconds in codec.seconds.items():

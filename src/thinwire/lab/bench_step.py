@@ -269,9 +269,9 @@ def _median(visits: Sequence[Visit]) -> float:
 
 
 def _each_step(visits: Sequence[Visit], name: str, options: Options) -> float:
-    """The median over visits of a number that a node counted, by step."""
+    """The mean over visits of a number that a node counted, by step. A mean, because messages change their size."""
     values = [getattr(visit, name) / options.steps_per_round for visit in visits]
-    return statistics.median(values) if values else 0.0
+    return statistics.mean(values) if values else 0.0
 
 
 def _payload(visits: Sequence[Visit], silent: Sequence[Visit], options: Options) -> float | None:

@@ -233,7 +233,7 @@ def resnet(width: int = 32, depth: int = 3) -> nn.Module:
 Source = Callable[[Path | None, int, int], Callable[[torch.Generator], Batch]]
 
 _WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Source, int]] = {
-    "gpt": (GPT, _bytes, 2),
+    "gpt": (GPT, _bytes, 4),
     "gpt-small": (lambda: GPT(layers=4, width=192), _bytes, 8),
     "vgg": (vgg, _images, 16),
     "resnet": (resnet, _images, 8),
