@@ -229,7 +229,8 @@ def run(
             for phase, work in baselines.items()
             if phase == "floor" or slow_ones
         ]
-        jobs += [partial(part.step, gradients, turn, keep) for part in [*kernels, *runs]]
+        parts: list[InPlace | Run] = [*kernels, *runs]
+        jobs += [partial(part.step, gradients, turn, keep) for part in parts]
         # In another order every time: what stands behind `topk` finds the caches and the allocator in disorder.
         random.Random(turn).shuffle(jobs)
         for job in jobs:
