@@ -36,6 +36,7 @@ METHODS = (
     "int8-hook",
     "topk-hook",
     "micro(density=0.01)",
+    "micro(density=0.01, balance=True, values='fp16')",
     "laplace(density=0.01)",
     "adacomp",
     "randomblock",
