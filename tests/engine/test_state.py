@@ -317,7 +317,7 @@ def test_a_hostile_capacity_does_not_take_the_memory() -> None:
     state = exchange.state_dict()
     for rank in range(2):
         meta = json.loads(state[f"rank{rank}.thinwire"])
-        meta["capacities"] = [[2**60] for _ in meta["capacities"]]
+        meta["capacities"] = [[[2**60] for _ in kinds] for kinds in meta["capacities"]]
         state[f"rank{rank}.thinwire"] = json.dumps(meta)
     exchange.load_state_dict(state)
     _step(exchange, 3)
