@@ -331,6 +331,17 @@ def _ddp(chain: str) -> list[str]:
         stats = wire.stats()
         assert stats["chain"] == tree.NAMED[chain]
         assert stats["groups"][0]["traffic_per_step"]["inter"] > 0
+        # Dense DDP goes around the engine, but not before what is left has been added.
+        wire.change("dense")
+        assert wire.runner is not None
+        assert wire.runner.members[0].carries
+        train(ddp, optimizer, range(30, 32))
+        assert not wire.runner.members[0].carries
+        with pytest.raises(AttachError, match="the ranks disagree"):
+            wire.change("topk", "K" if dist.get_rank() else "J")
+        wire.change("topk(density=0.05) via C")
+        train(ddp, optimizer, range(32, 34))
+        assert wire.stats()["chain"] == tree.NAMED["C"]
         return [digest(ddp)]
     finally:
         _forget_nodes()

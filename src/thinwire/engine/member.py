@@ -248,20 +248,25 @@ class Member:
                 for state in run.states:
                     run.now.adjusted(state)
 
+    @property
+    def carries(self) -> bool:
+        """Whether something of an earlier chain waits for the next gradient."""
+        return any(run.carry is not None for run in self.groups)
+
     def fold(self, left: Mapping[str, Tensor]) -> None:
         """Take over what other chains have not sent, by name, shaped like the parameters.
 
         It goes into the residual of a Comp that sees whole gradients, otherwise into the next gradient: until a step
-        counts, all residuals of such a group are protected.
+        counts, all residuals of such a group are protected. Zeros are carried too: all ranks must take the same way.
         """
         for index, run in enumerate(self.groups):
-            carry = torch.zeros(run.info.elements)
-            for parameter in run.info.parameters:
-                if parameter.name in left:
-                    stop = parameter.offset + parameter.elements
-                    carry[parameter.offset : stop] = left[parameter.name].reshape(-1)
-            if not bool(carry.any()):
+            known = [parameter for parameter in run.info.parameters if parameter.name in left]
+            if not known:
                 continue
+            carry = torch.zeros(run.info.elements)
+            for parameter in known:
+                stop = parameter.offset + parameter.elements
+                carry[parameter.offset : stop] = left[parameter.name].reshape(-1)
             if run.holdings and (run.chain is None or run.chain.folds):
                 self.residuals.of(index)[0].add_(carry)
             else:

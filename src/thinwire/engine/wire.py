@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..codecs import Codec
-from ..errors import AttachError, ChainError, ExchangeError, StateError
+from ..errors import AttachError, ChainError, ExchangeError, StateError, ThinwireError
 from ..kernels.finite import all_finite
 from ..log import logger
 from ..schemes import tree
@@ -89,11 +89,19 @@ class Wire:
         What was not sent yet is not lost: each rank folds what it holds into its residual, or into its next gradient
         where the new chain has no residual for whole gradients. What the codec had learnt is forgotten.
         """
-        chosen, text = choose(codec, chain)
-        old = self.runner
-        if old is not None and old.busy:
-            raise ExchangeError("a codec is changed between two steps, not while one is under way")
-        self._check_nodes(text)
+        old, problem, chosen, text = self.runner, None, self.codec, ""
+        try:
+            chosen, text = choose(codec, chain)
+            self._check_nodes(text)
+            if old is not None and old.busy:
+                raise ExchangeError("a codec is changed between two steps, not while one is under way")
+        except ThinwireError as error:
+            if not isinstance(self.world, TorchWorld):
+                raise
+            problem = str(error)
+        if isinstance(self.world, TorchWorld):
+            step = old.members[0].step if old is not None else 0
+            agree(self.world.parent, {"codec": str(chosen), "chain": text, "step": step}, problem)
         self.codec, self.chain = chosen, text
         self.settings = {name: value for name, value in self.settings.items() if name in chosen.adjustable}
         if old is None:

@@ -211,7 +211,7 @@ class DDPWire(Wire):
         if self.error is not None:
             raise WireClosed(f"this wire is closed: {self.error}") from self.error
         buffer = bucket.buffer()
-        if self.direct or self.runner is None:
+        if self.runner is None or (self.direct and not self.runner.members[0].carries):
             future = self._direct(bucket.index(), buffer)
             if self.runner is None:
                 self._record(bucket)

@@ -299,7 +299,7 @@ class Chain:
         if not finite:
             out[: shape.range.elements] = NAN
             return
-        for number, piece in enumerate(shape.pieces):
+        for number, piece in enumerate(stage.pieces):
             if piece.elements:
                 place = slice(piece.start - shape.range.start, piece.stop - shape.range.start)
                 state = self._reader(stage.position, piece)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..messages import HEADER_BYTES, Flag
-from .shape import Shape
+from .shape import Range, Shape
 from .tree import Op
 from .world import Collective, Place, Scope
 
@@ -43,9 +44,14 @@ class Stage:
         assert self.op.scope is not None
         return self.op.scope
 
-    @property
+    @cached_property
     def count(self) -> int:
         return self.place.count(self.scope)
+
+    @cached_property
+    def pieces(self) -> list[Range]:
+        """What the messages before it speak of."""
+        return self.before.pieces
 
     @property
     def speaks(self) -> bool:
