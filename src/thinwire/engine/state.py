@@ -196,7 +196,7 @@ def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], codec: str, cha
     for group in layout.groups:
         if group.codec not in (codec, "dense"):
             raise StateError(f"{group.name!r} has codec {group.codec} in the state; this wire uses {codec}")
-        if group.chain not in ((chain, "") if group.codec == "dense" else (chain,)):
+        if group.chain != (chain if group.codec == codec else ""):
             raise StateError(f"{group.name!r} has the chain {group.chain!r} in the state; this wire uses {chain!r}")
         offset = 0
         for slot in group.slots:
