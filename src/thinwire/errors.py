@@ -39,6 +39,14 @@ class CodecTextError(ThinwireError, ValueError):
     """A text that names no codec, or one with arguments that it does not take; quotes the text."""
 
 
+class ChainTextError(ThinwireError, ValueError):
+    """A text that is no leaf of the tree of chains; quotes the text."""
+
+
+class ChainError(ThinwireError):
+    """A chain that this codec or these ranks cannot run; says why."""
+
+
 class AttachError(ThinwireError):
     """`attach` refuses: the module, the options or the ranks do not fit; nothing was changed."""
 

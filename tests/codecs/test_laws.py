@@ -88,7 +88,9 @@ def test_the_main_codecs_are_among_them() -> None:
 def test_conservation_and_equal_replicas(
     text: str, shapes: dict[str, tuple[int, ...]], ranks: int, kinds: list[str], seed: int, least: int
 ) -> None:
-    laws.check_steps(parse(text), shapes, ranks, kinds, seed, least, mixes=text.split("(")[0] in MIXES)
+    codec = parse(text)
+    for chain in {None, laws.own(codec)}:
+        laws.check_steps(codec, shapes, ranks, kinds, seed, least, chain=chain, mixes=text.split("(")[0] in MIXES)
 
 
 @pytest.mark.parametrize("text", SPARSE)

@@ -317,7 +317,7 @@ def test_a_hostile_capacity_does_not_take_the_memory() -> None:
     state = exchange.state_dict()
     for rank in range(2):
         meta = json.loads(state[f"rank{rank}.thinwire"])
-        meta["capacities"] = [[2**60] for _ in meta["capacities"]]
+        meta["capacities"] = [[[2**60] for _ in kinds] for kinds in meta["capacities"]]
         state[f"rank{rank}.thinwire"] = json.dumps(meta)
     exchange.load_state_dict(state)
     _step(exchange, 3)
@@ -372,7 +372,7 @@ def _mutate(data: st.DataObject, state: dict[str, Any]) -> None:
     elif action == "tensor":
         state[key] = torch.zeros(data.draw(st.lists(st.integers(0, 50), max_size=3)))
     elif isinstance(value, str) and action == "text":
-        at = data.draw(st.integers(0, len(value) - 1))
+        at = data.draw(st.integers(0, max(0, len(value) - 1)))
         state[key] = value[:at] + data.draw(st.text(max_size=2)) + value[at + data.draw(st.integers(0, 3)) :]
     elif isinstance(value, str):
         try:
@@ -387,7 +387,7 @@ def _mutate(data: st.DataObject, state: dict[str, Any]) -> None:
         state[key] = json.dumps(target[""] if not path else meta)
 
 
-@pytest.mark.parametrize("codec", ["laplace", "strided"])
+@pytest.mark.parametrize("codec", ["laplace", "strided", "laplace via K"])
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_damage_is_refused_or_harmless(codec: str, data: st.DataObject) -> None:

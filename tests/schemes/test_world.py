@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -140,12 +142,17 @@ def _again_and_again() -> tuple[list[float], list[float]]:
     parts = [_mean(pair, rank) for _ in range(3) for pair, ranks in zip(pairs, members, strict=True) if rank in ranks]
     parts += [_mean(None, rank)]
     parts += [_mean(pair, rank, "micro") for pair, ranks in zip(pairs, members, strict=True) if rank in ranks]
+    # Every rank a node of its own: groups inside a group.
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
+    for text in ("topk(density=1.0) via B", "topk(density=1.0) via K"):
+        parts += [_mean(pair, rank, text) for pair, ranks in zip(pairs, members, strict=True) if rank in ranks]
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = os.environ["RANK"], os.environ["WORLD_SIZE"]
     return whole, parts
 
 
 def test_exchanges_after_closed_ones() -> None:
     results = run(3, _again_and_again)
     assert [whole for whole, _ in results] == [[1.0] * 3] * 3
-    assert results[0][1] == [0.5, 0.5, 0.5, 1.0, 0.5]
-    assert results[1][1] == [0.5, 1.5] * 3 + [1.0, 0.5, 1.5]
-    assert results[2][1] == [1.5, 1.5, 1.5, 1.0, 1.5]
+    assert results[0][1] == [0.5, 0.5, 0.5, 1.0, 0.5, 0.5, 0.5]
+    assert results[1][1] == [0.5, 1.5] * 3 + [1.0, 0.5, 1.5] + [0.5, 1.5] * 2
+    assert results[2][1] == [1.5, 1.5, 1.5, 1.0, 1.5, 1.5, 1.5]

@@ -15,7 +15,8 @@ class Int8(BlockwiseCodec):
     The scale is the largest magnitude of the block over 127; what rounding leaves, at most half a scale, stays in
     the residual. A block whose scale would be denormal waits there as a whole.
 
-    Bytes: elements * (1 + 4 / block), gathered: grows with the number of ranks.
+    Bytes: elements * (1 + 4 / block) a message. Sent two-shot by default (chain K): parts by all-to-all, summed in float32,
+    coded again, gathered: about twice that whatever the number of ranks. Gathered at once (chain J) it grows with them.
     Memory passes: one, which accumulates, measures and rounds; decoding reads each message once, writes once.
     Source: block-wise 8-bit quantisation (Dettmers et al. 2022), linear levels, with error feedback.
     """

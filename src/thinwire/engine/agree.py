@@ -49,20 +49,25 @@ def problem_of(error: Exception) -> str:
     return str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}"
 
 
-def compile_kernels(group: dist.ProcessGroup | None, codec: Codec) -> None:
+def compile_kernels(group: dist.ProcessGroup | None, codec: Codec, chain: str = "") -> None:
     """Compile what the codec needs before training begins: local rank 0 first, the others then find it on disk."""
     failure: str | None = None
     first = int(os.environ.get("LOCAL_RANK", dist.get_rank(group))) == 0
     for turn in (True, False):
         if first is turn:
             try:
-                rehearse(codec)
+                if str(codec) not in _rehearsed:  # chains need no other kernels
+                    rehearse(codec, chain)
+                _rehearsed.add(str(codec))
             except Exception as error:
                 failure = f"{codec} fails in a rehearsal on 5000 elements: {type(error).__name__}: {error}"
         agree(group, {}, failure)
 
 
-def rehearse(codec: Codec) -> None:
+_rehearsed: set[str] = set()
+
+
+def rehearse(codec: Codec, chain: str = "") -> None:
     """Run a few tiny steps in memory, a void one among them, so that every kernel of the codec is compiled."""
     from ..schemes.world import LocalWorld
     from .layout import build, describe
@@ -71,9 +76,11 @@ def rehearse(codec: Codec) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (50, 60), "kernel": (10, 8, 5, 5), "vector": (8,)}
     tensors = [describe(name, torch.empty(shape)) for name, shape in shapes.items()]
-    runner = Runner(LocalWorld(2), build([tensors], codec, min_elements=64))
+    ranks = 4 if chain else 2
+    layout = build([tensors], codec, chain=chain, min_elements=64)
+    runner = Runner(LocalWorld(ranks, ranks_per_node=2), layout)
     for step in range(4):
-        buffers = [torch.randn(5008, generator=generator) for _ in range(2)]
+        buffers = [torch.randn(5008, generator=generator) for _ in range(ranks)]
         if step == 2:
             buffers[0][0] = float("nan")
         runner.submit(tuple(shapes), buffers, lambda _: None)

@@ -63,7 +63,7 @@ class Assembly:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.riders = [torch.zeros(group.info().tail - 1) for group in layout.groups]
-        self._direct = [codec.direct for codec in layout.codecs()]
+        self._direct = [group.direct for group in layout.groups]
         self._home: dict[str, tuple[int, Slot]] = {}
         self._dense: dict[str, tuple[int, Slot]] = {}
         for index, group in enumerate(layout.groups):

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..codecs import Codec, parse
+from ..codecs import Codec
 from ..errors import AttachError, ExchangeError
-from ..schemes.world import LocalWorld, TorchWorld
+from ..schemes.chain import choose
+from ..schemes.world import LocalWorld, TorchWorld, ranks_per_node
 from .agree import agree, compile_kernels, problem_of
 from .layout import Exclude, Layout, TensorInfo, build, describe, excluded
 from .wire import Wire
@@ -34,6 +35,7 @@ class Exchange(Wire):
         codec: Codec | str,
         process_group: dist.ProcessGroup | LocalWorld | None = None,
         *,
+        chain: str | None = None,
         exclude: Exclude = (),
         min_elements: int = 1024,
         group_bytes: int = GROUP_BYTES,
@@ -43,13 +45,16 @@ class Exchange(Wire):
         tensors: list[TensorInfo] = []
         layout = Layout(())
         facts: dict[str, Any] = {}
+        text = ""
         try:
-            codec = parse(codec) if isinstance(codec, str) else codec
+            codec, text = choose(codec, chain)
             tensors = [describe(name, tensor) for name, tensor in dict(named_tensors).items()]
             _check(tensors, codec)
-            layout = build(_buckets(tensors, group_bytes), codec, exclude=exclude, min_elements=min_elements)
+            self._options: dict[str, Any] = {"exclude": exclude, "min_elements": min_elements}
+            layout = build(_buckets(tensors, group_bytes), codec, chain=text, **self._options)
             facts = {
                 "codec": str(codec),
+                "chain": text,
                 "tensors": tensors,
                 "excluded": excluded(tensors, exclude),
                 "options": (min_elements, group_bytes),
@@ -64,12 +69,17 @@ class Exchange(Wire):
         else:
             agree(process_group, facts, error)
             assert isinstance(codec, Codec)
-            compile_kernels(process_group, codec)
-            world = TorchWorld(process_group, max(c.rounds for c in layout.codecs()) if layout.groups else 1, timeout)
+            compile_kernels(process_group, codec, text)
+            world = TorchWorld(process_group, 1, timeout, *ranks_per_node(process_group))
         assert isinstance(codec, Codec)
-        super().__init__(world, codec, tensors)
+        super().__init__(world, codec, tensors, chain=text)
         self._names = tuple(tensor.name for tensor in tensors)
+        self._check_nodes(text)
+        world.prepare(layout.places(self._place()))
         self.freeze(layout)
+
+    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
+        return build(buckets, self.codec, chain=self.chain, **self._options)
 
     def reduce_(self, tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
         """Replace every tensor by its mean over ranks, less what stays in the residuals. Blocks until it is done.

@@ -17,6 +17,10 @@ from torch import nn
 
 from ..codecs import Codec, GroupInfo, ParameterInfo, parse
 from ..codecs.registry import to_text
+from ..schemes import tree
+from ..schemes.chain import places
+from ..schemes.tree import Leaf
+from ..schemes.world import Place, Scope
 
 Role = Literal["coded", "ride", "elsewhere"]
 Exclude = str | Sequence[str] | Callable[[str], bool]
@@ -36,13 +40,22 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """The unit of exchange."""
+    """The unit of exchange. `chain` is a leaf of the tree; empty: the codec's own collectives, over all ranks."""
 
     name: str
     codec: str
     dtype: str
     elements: int
     slots: tuple[Slot, ...]
+    chain: str = ""
+
+    def leaf(self) -> Leaf | None:
+        return tree.parse(self.chain) if self.chain else None
+
+    @property
+    def direct(self) -> bool:
+        """Whether the exchange is nothing but the all-reduce of the gradient, in its own dtype."""
+        return not self.chain and parse(self.codec).direct
 
     def info(self) -> GroupInfo:
         coded = tuple(
@@ -68,6 +81,26 @@ class Layout(msgspec.Struct, frozen=True):
 
     def codecs(self) -> list[Codec]:
         return [parse(group.codec) for group in self.groups]
+
+    def buckets(self) -> list[list[TensorInfo]]:
+        """Its tensors, by run: from them another layout of the same tensors can be built."""
+        seen: set[str] = set()
+        found = []
+        for group in self.groups:
+            run = [slot for slot in group.slots if slot.name not in seen]
+            seen.update(slot.name for slot in run)
+            if run:
+                found.append([TensorInfo(slot.name, slot.shape, group.dtype, slot.kind) for slot in run])
+        return found
+
+    def places(self, place: Place) -> set[tuple[int, Scope]]:
+        """Rounds and scopes in which its groups speak."""
+        found: set[tuple[int, Scope]] = {(0, "flat")}
+        for group, codec in zip(self.groups, self.codecs(), strict=True):
+            leaf = group.leaf()
+            own: list[tuple[int, Scope]] = [(round_, "flat") for round_ in range(codec.rounds)]
+            found.update(own if leaf is None else places(leaf, codec, place))
+        return found
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -129,16 +162,22 @@ def excluded(tensors: Sequence[TensorInfo], exclude: Exclude) -> list[str]:
 
 
 def build(
-    buckets: Sequence[Sequence[TensorInfo]], codec: Codec, *, exclude: Exclude = (), min_elements: int = 1024
+    buckets: Sequence[Sequence[TensorInfo]],
+    codec: Codec,
+    *,
+    chain: str = "",
+    exclude: Exclude = (),
+    min_elements: int = 1024,
 ) -> Layout:
     """Cut buckets into groups.
 
     Each bucket is a list of tensors of one dtype that lie next to each other. A large tensor that is excluded ends a run and
-    travels as a dense group of its own; one dense group a dtype, at the end, takes the small tensors that cannot ride.
+    travels as a dense group of its own; one dense group a dtype, at the end, takes the small tensors that cannot ride. In a
+    chain none can: a sum between nodes is not one over all ranks.
     """
     text = to_text(codec)
     if codec.direct:
-        return Layout(tuple(_group(f"group {i}", text, run, {}) for i, run in enumerate(buckets) if run))
+        return Layout(tuple(_group(f"group {i}", text, run, {}, chain) for i, run in enumerate(buckets) if run))
     groups: list[Group] = []
     small: dict[str, list[TensorInfo]] = {}
     for bucket in buckets:
@@ -151,7 +190,7 @@ def build(
                 if lonely or holes.get(tensor.name) == "elsewhere":
                     small.setdefault(tensor.dtype, []).append(tensor)
             if not lonely:
-                groups.append(_group(f"group {len(groups)}", text, run, holes))
+                groups.append(_group(f"group {len(groups)}", text, run, holes, chain))
 
         for tensor in bucket:
             out = excludes(exclude, tensor.name)
@@ -161,7 +200,7 @@ def build(
                 groups.append(_group(f"group {len(groups)}", "dense", [tensor], {}))
                 continue
             if out or (codec.keeps_residual and tensor.elements < min_elements):
-                holes[tensor.name] = "ride" if codec.rides else "elsewhere"
+                holes[tensor.name] = "ride" if codec.rides and not chain else "elsewhere"
             run.append(tensor)
         flush(run, holes)
     for dtype, tensors in small.items():
@@ -170,10 +209,10 @@ def build(
     return Layout(tuple(groups))
 
 
-def _group(name: str, codec: str, tensors: Sequence[TensorInfo], holes: dict[str, Role]) -> Group:
+def _group(name: str, codec: str, tensors: Sequence[TensorInfo], holes: dict[str, Role], chain: str = "") -> Group:
     slots, offset = [], 0
     for tensor in tensors:
         role = holes.get(tensor.name, "coded")
         slots.append(Slot(tensor.name, offset, tensor.elements, tensor.shape, tensor.kind, role))
         offset += tensor.elements
-    return Group(name, codec, tensors[0].dtype, offset, tuple(slots))
+    return Group(name, codec, tensors[0].dtype, offset, tuple(slots), chain)

@@ -7,41 +7,101 @@ them out.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, CodecState, Gather, GroupInfo, Sum
-from ..errors import ExchangeError
+from ..codecs import Codec, CodecState
 from ..feedback import ResidualStore
-from ..messages import HEADER_BYTES, Flag
-from ..schemes.world import Collective
+from ..kernels.finite import all_finite
+from ..schemes.chain import Chain
+from ..schemes.conversation import Conversation, make_room
+from ..schemes.world import Collective, Place, Scope
 from .capacity import Capacity
 from .layout import Group, Layout
 
 NAN = float("nan")
 
 
-@dataclass
-class GroupRun:
-    """One group on one rank: its codec with state, its message buffers, and what the current step found."""
+class GroupRun(Conversation):
+    """One group on one rank: its codec in conversation with all ranks, or its chain, and what the current step found."""
 
-    group: Group
-    info: GroupInfo
-    codec: Codec
-    now: Codec
-    """The codec with the numbers of this step, see `Codec.at`."""
-    state: CodecState
-    capacity: Capacity | None
-    outgoing: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    incoming: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    wanted: int = 0
-    entries: int = 0
-    bytes: int = 0
-    gathered: int = 0
-    """Those of `bytes` that went into an all-gather."""
+    def __init__(self, group: Group, codec: Codec, place: Place) -> None:
+        info = group.info()
+        self.group, self.place = group, place
+        leaf = group.leaf()
+        self.codec, now = codec, codec.at(0)
+        self.chain = Chain(leaf, now, info, place, Capacity) if leaf is not None else None
+        capacity = make_room(now, [info], place.size, Capacity) if self.chain is None else None
+        state = (
+            now.start(info, place.rank, place.size) if self.chain is None else CodecState(info, place.rank, place.size)
+        )
+        super().__init__(info, now, state, capacity, place.size, place.rank)
+        self.traffic: dict[Scope, float] = {}
+        self.carry: Tensor | None = None
+        """What an earlier chain left over, to be added to the next gradient of a step that counts."""
+
+    @property
+    def rounds(self) -> int:
+        return self.chain.rounds if self.chain is not None else max(1, self.codec.rounds)
+
+    @property
+    def holdings(self) -> list[tuple[int, int, float]]:
+        """What is kept here: start, stop and weight of each residual."""
+        if not self.codec.keeps_residual:
+            return []
+        if self.chain is None:
+            return [(0, self.info.elements, 1.0)]
+        return [(holding.start, holding.stop, holding.weight) for holding in self.chain.holdings]
+
+    @property
+    def states(self) -> list[CodecState]:
+        return [self.state] if self.chain is None else self.chain.states
+
+    def exchange(
+        self, gradient: Tensor, residuals: Sequence[Tensor], riders: Tensor, step: int
+    ) -> Generator[Collective, None, bool]:
+        """Returns whether everything was finite, as far as messages and sums say."""
+        if self.chain is None:
+            self.traffic = {}
+            steps = self.speak(gradient, residuals[0] if residuals else torch.empty(0), riders, step)
+            while True:
+                try:
+                    part = next(steps)
+                except StopIteration as end:
+                    return bool(end.value)
+                self.traffic["flat"] = self.traffic.get("flat", 0.0) + part.traffic(self.world)
+                yield part
+        finite = yield from self.chain.run(gradient, residuals, step)
+        chain = self.chain
+        self.bytes, self.gathered, self.entries, self.traffic = (
+            chain.bytes,
+            chain.gathered,
+            chain.entries,
+            chain.traffic,
+        )
+        return finite
+
+    def undo(self, residuals: Sequence[Tensor]) -> None:
+        if self.chain is None:
+            self.now.undo(residuals[0] if residuals else torch.empty(0), self.state)
+        elif residuals:
+            self.chain.undo(residuals[0])
+
+    def use(self, now: Codec) -> None:
+        """From now on exchange with these numbers of the codec, see `Codec.at`."""
+        self.now = now
+        if self.chain is not None:
+            self.chain.use(now)
+
+    def observe(self) -> None:
+        """The step counts: capacities follow what was wanted."""
+        if self.chain is not None:
+            self.chain.observe()
+        elif self.capacity is not None and self.wanted >= 0:
+            self.capacity.observe(self.wanted)
 
 
 @dataclass
@@ -57,18 +117,28 @@ class Member:
     """One rank's side of all exchanges of a layout."""
 
     def __init__(
-        self, layout: Layout, rank: int, world: int, *, protected: bool = False, tests_results: bool = False
+        self,
+        layout: Layout,
+        rank: int,
+        world: int,
+        *,
+        ranks_per_node: int | None = None,
+        protected: bool = False,
+        tests_results: bool = False,
     ) -> None:
         self.rank, self.world = rank, world
+        place = Place(rank, world, ranks_per_node)
         self.step = 0
         self.settings: dict[str, float] = {}
         self.skipped = 0
         self.off = False
         self.last_off = False
         self.scale = 1.0
-        self.groups = [self._start(group, codec) for group, codec in zip(layout.groups, layout.codecs(), strict=True)]
+        self.groups = [
+            GroupRun(group, codec, place) for group, codec in zip(layout.groups, layout.codecs(), strict=True)
+        ]
         self.residuals = ResidualStore(
-            [run.info for run in self.groups], [run.codec for run in self.groups], protected=protected
+            [run.info for run in self.groups], [run.holdings for run in self.groups], protected=protected
         )
         # A dense result need only be looked at where a residual, or an optimizer that is guarded, depends on it.
         self.tests_results = tests_results or any(run.codec.keeps_residual for run in self.groups)
@@ -80,15 +150,6 @@ class Member:
         }
         self._unused: list[_Unused] = []
 
-    def _start(self, group: Group, codec: Codec) -> GroupRun:
-        info = group.info()
-        now = codec.at(0)
-        gathered = now.estimate(info, self.world).gathered
-        # No codec needs more than every element with its index, as plain words.
-        largest = HEADER_BYTES + 8 * info.elements
-        capacity = Capacity(gathered, now.smallest_capacity(info), largest) if gathered else None
-        return GroupRun(group, info, codec, now, now.start(info, self.rank, self.world), capacity)
-
     # -- one group -----------------------------------------------------------------------------------------------------
 
     def run(
@@ -98,53 +159,18 @@ class Member:
 
         Parameters named in `unused` had no gradient on this rank; see `epilogue`.
         """
-        run, residual = self.groups[index], self.residuals.flat[index]
-        self._remember_unused(run, residual, unused)
+        run, residuals = self.groups[index], self.residuals.of(index)
+        self._remember_unused(run, index, unused)
         self.residuals.begin(index)
-        scaled = run.codec.keeps_residual and self.scale != 1.0
+        scaled = (run.codec.keeps_residual or run.carry is not None) and self.scale != 1.0
         if scaled:
             gradient.mul_(1.0 / self.scale)
-        run.state.step = self.step
-        run.bytes = run.gathered = run.entries = 0
-        run.wanted = -1
-        self._make_room(run)
-        finite = True
-        steps = run.now.exchange(gradient, residual, run.state)
-        answer: list[Tensor] | Tensor | None = None
-        while True:
-            try:
-                request = steps.send(answer)
-            except StopIteration:
-                break
-            if isinstance(request, Gather):
-                size = run.state.outgoing.numel()
-                if request.message.size > size:
-                    raise ExchangeError(
-                        f"{run.codec} wrote a message of {request.message.size} bytes where {size} were agreed"
-                    )
-                incoming = run.incoming[: size * self.world]
-                run.bytes += size
-                run.gathered += size
-                yield Collective("gather", run.state.outgoing, incoming)
-                finite &= self._read_headers(run, incoming, size)
-                answer = list(incoming.view(self.world, size))
-            elif isinstance(request, Sum):
-                values, tail = request.values, run.info.tail if request.tail else 0
-                if tail:
-                    values[-tail:-1] = riders
-                    values[-1] = 0.0 if request.finite else NAN
-                elif not request.finite:
-                    raise ExchangeError(f"{run.codec} must give its sum a tail to say that its gradient is not finite")
-                run.bytes += values.numel() * values.element_size()
-                yield Collective("average" if request.average else "sum", values)
-                if tail:
-                    torch.mul(values[-tail:-1], 1.0 if request.average else 1.0 / self.world, out=riders)
-                if tail or run.codec.keeps_residual:
-                    finite &= all_finite(values)  # flag, riders, and sums of finite values that overflow
-                answer = values
-            else:
-                raise ExchangeError(f"{run.codec} yielded {type(request).__name__}, neither Gather nor Sum")
-        if finite and not run.codec.keeps_residual and self.tests_results:
+        if run.carry is not None:
+            gradient.add_(run.carry)
+        finite = yield from run.exchange(gradient, residuals, riders, self.step)
+        if finite and run.chain is not None and run.chain.tests_result and (self.tests_results or residuals):
+            finite = all_finite(gradient)
+        if finite and run.chain is None and not run.codec.keeps_residual and self.tests_results:
             finite = all_finite(gradient)
         if finite and scaled:
             gradient.mul_(self.scale)
@@ -162,32 +188,14 @@ class Member:
             return all_finite(result.to(getattr(torch, dtype)))
         return not scaled or all_finite(result)
 
-    def _make_room(self, run: GroupRun) -> None:
-        if run.capacity is None:
-            return
-        size = run.capacity.value
-        if size > run.outgoing.numel():
-            run.outgoing = torch.empty(size, dtype=torch.uint8)
-            run.incoming = torch.empty(size * self.world, dtype=torch.uint8)
-        if run.state.outgoing.numel() != size or run.state.outgoing.data_ptr() != run.outgoing.data_ptr():
-            run.state.outgoing = run.outgoing[:size]
-
-    def _read_headers(self, run: GroupRun, incoming: Tensor, size: int) -> bool:
-        """Take `wanted` of all ranks out of the gathered messages; whether all of them are finite."""
-        headers = np.ascontiguousarray(incoming.numpy().reshape(self.world, size)[:, :HEADER_BYTES]).view("<u4")
-        run.wanted = int(headers[:, 2].max())
-        run.entries = int(headers[self.rank, 1])
-        return not bool((headers[:, 0] >> 16 & Flag.NONFINITE).any())
-
     # -- the end of a step ---------------------------------------------------------------------------------------------
 
-    def _remember_unused(self, run: GroupRun, residual: Tensor, unused: Sequence[str]) -> None:
-        if not unused or not residual.numel():
-            return
-        for parameter in run.info.parameters:
+    def _remember_unused(self, run: GroupRun, index: int, unused: Sequence[str]) -> None:
+        for parameter in run.info.parameters if unused and self.residuals.held[index] else ():
             if parameter.name in unused:
-                view = residual[parameter.offset : parameter.offset + parameter.elements]
-                self._unused.append(_Unused(self._places[parameter.name], view, view.clone()))
+                for held in self.residuals.held[index]:
+                    view = held.of(parameter)[1]
+                    self._unused.append(_Unused(self._places[parameter.name], view, view.clone()))
 
     def epilogue(self) -> Generator[Collective, None, None]:
         """Find out which parameters no rank used: DDP throws their results away, so they must not have been sent.
@@ -206,16 +214,19 @@ class Member:
         if self.off:
             self.skipped += 1
             for index, run in enumerate(self.groups):
-                run.now.undo(self.residuals.flat[index], run.state)
+                run.undo(self.residuals.of(index))
                 self.residuals.roll_back(index)
         else:
-            by_codec: dict[Codec, list[CodecState]] = {}
-            for run in self.groups:
-                by_codec.setdefault(run.now, []).append(run.state)
-                if run.capacity is not None and run.wanted >= 0:
-                    run.capacity.observe(run.wanted)
-            for codec, states in by_codec.items():
-                codec.commit(states)
+            by_codec: dict[tuple[Codec, str], list[CodecState]] = {}
+            for index, run in enumerate(self.groups):
+                by_codec.setdefault((run.now, run.group.chain), []).extend(run.states)
+                run.observe()
+                if run.carry is not None:
+                    run.carry = None
+                    self.residuals.protect(index, everything=False)
+            for (codec, _), states in by_codec.items():
+                if states:
+                    codec.commit(states)
         for entry in self._unused:
             entry.residual.copy_(entry.before)
         self._unused.clear()
@@ -226,7 +237,7 @@ class Member:
         """The next step is this one: codecs take the numbers that they have in it."""
         self.step = step
         for run in self.groups:
-            run.now = run.codec.at(step, self.settings)
+            run.use(run.codec.at(step, self.settings))
 
     def adjust(self, settings: Mapping[str, float]) -> None:
         """From the next step on, codecs that have these fields take these numbers."""
@@ -234,7 +245,33 @@ class Member:
         self.begin(self.step)
         for run in self.groups:
             if set(run.codec.adjustable).intersection(settings):
-                run.now.adjusted(run.state)
+                for state in run.states:
+                    run.now.adjusted(state)
+
+    @property
+    def carries(self) -> bool:
+        """Whether something of an earlier chain waits for the next gradient."""
+        return any(run.carry is not None for run in self.groups)
+
+    def fold(self, left: Mapping[str, Tensor]) -> None:
+        """Take over what other chains have not sent, by name, shaped like the parameters.
+
+        It goes into the residual of a Comp that sees whole gradients, otherwise into the next gradient: until a step
+        counts, all residuals of such a group are protected. Zeros are carried too: all ranks must take the same way.
+        """
+        for index, run in enumerate(self.groups):
+            known = [parameter for parameter in run.info.parameters if parameter.name in left]
+            if not known:
+                continue
+            carry = torch.zeros(run.info.elements)
+            for parameter in known:
+                stop = parameter.offset + parameter.elements
+                carry[parameter.offset : stop] = left[parameter.name].reshape(-1)
+            if run.holdings and (run.chain is None or run.chain.folds):
+                self.residuals.of(index)[0].add_(carry)
+            else:
+                run.carry = carry
+                self.residuals.protect(index, everything=True)
 
     @property
     def bytes(self) -> int:
@@ -242,20 +279,11 @@ class Member:
         total = self.residuals.bytes
         for run in self.groups:
             total += run.outgoing.numel() + run.incoming.numel()
-            for value in vars(run.state).values():
-                if isinstance(value, Tensor) and value is not run.state.outgoing:
-                    total += value.numel() * value.element_size()
-                elif isinstance(value, np.ndarray):
-                    total += value.nbytes
+            total += run.chain.memory_bytes if run.chain is not None else 0
+            for state in run.states:
+                for value in vars(state).values():
+                    if isinstance(value, Tensor) and value is not state.outgoing:
+                        total += value.numel() * value.element_size()
+                    elif isinstance(value, np.ndarray):
+                        total += value.nbytes
         return total
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether a flat tensor holds no NaN and no infinity; one read pass."""
-    if tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu":
-        from ..kernels.cpu import basic
-
-        return basic.all_finite(tensor.numpy())
-    # A finite sum means finite terms; the slow test is only for sums that overflow.
-    total = tensor.sum(dtype=torch.float32)
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())

@@ -71,7 +71,7 @@ class Pipeline:
         self._wake, self._on_group, self._on_step = wake, on_group, on_step
         self._tracks_unused = tracks_unused
         self._count = len(members[0].groups)
-        self._last_round = [max(0, run.codec.rounds - 1) for run in members[0].groups]
+        self._last_round = [max(0, run.rounds - 1) for run in members[0].groups]
         self._waiting: dict[int, tuple[Feed, float]] = {}
         self._next = 0
         self._done = 0
@@ -99,9 +99,10 @@ class Pipeline:
                 self._resume(task)
                 return True
         if self._next in self._waiting:
-            feed, arrived = self._waiting.pop(self._next)
-            self._begin(self._next, feed, arrived)
-            self._next += 1
+            index = self._next
+            feed, arrived = self._waiting.pop(index)
+            self._next += 1  # before: a chain that needs no collective may end the step at once
+            self._begin(index, feed, arrived)
             return True
         if ready:
             self._resume(ready[0])

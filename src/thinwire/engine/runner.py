@@ -54,7 +54,14 @@ class Runner:
     ) -> None:
         self.world, self.layout = world, layout
         self.members = [
-            Member(layout, rank, world.size, protected=protected, tests_results=tests_results)
+            Member(
+                layout,
+                rank,
+                world.size,
+                ranks_per_node=world.ranks_per_node,
+                protected=protected,
+                tests_results=tests_results,
+            )
             for rank in world.members
         ]
         self.statistics = Statistics(layout)

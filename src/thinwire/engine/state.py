@@ -4,8 +4,10 @@ A flat dictionary whose keys all carry the rank, because tensors under the same 
 replicas by `torch.distributed.checkpoint`:
 
     rank0.thinwire          a JSON text: versions, world, step, layout, capacities, what the codecs remember
-    rank0.residual.NAME     float32, shaped like the parameter
+    rank0.residual.NAME     float32, shaped like the parameter; zeros where a chain keeps it on another rank
+    rank0.residual1.NAME    that of the second Comp of a chain, and so on
     rank0.FIELD.NAME        the same of what a codec remembers of every element
+    rank0.carry.NAME        what an earlier chain left over, until a step counts
 
 It loads a tensor only where the new job says that it has one, so tensors must not depend on what the new job learns
 later: they stand under the names of parameters, and what belongs to a group is in the text.
@@ -24,7 +26,9 @@ from torch import Tensor
 from ..codecs import CodecState, GroupInfo, ParameterInfo, parse
 from ..errors import StateError
 from ..version import __version__
+from .capacity import Capacity
 from .layout import Layout, TensorInfo
+from .member import GroupRun
 from .runner import Runner
 
 FORMAT = 1
@@ -49,11 +53,12 @@ class Meta(msgspec.Struct, forbid_unknown_fields=True):
     rank: int
     world: int
     codec: str
+    chain: str = ""
     step: int = 0
     skipped: int = 0
     settings: dict[str, float] = {}
     layout: Layout | None = None
-    capacities: list[list[int]] = []
+    capacities: list[list[list[int]]] = []
     numbers: list[dict[str, Number]] = []
     arrays: list[dict[str, Array]] = []
 
@@ -62,47 +67,87 @@ def blank(layout: Layout, *, rank: int, world: int) -> dict[str, Any]:
     """The tensors of a job that has not begun to compress, as many as it will have."""
     state: dict[str, Any] = {}
     for group, codec in zip(layout.groups, layout.codecs(), strict=True):
-        info = group.info()
+        info, leaf = group.info(), group.leaf()
         begun = codec.at(0).start(info, rank, world)
         flat = {"residual": torch.zeros(info.elements)} if codec.keeps_residual else {}
         flat |= {field: torch.as_tensor(getattr(begun, field)) for field in _elementwise(begun)}
         for field, tensor in flat.items():
-            state |= {f"rank{rank}.{field}.{p.name}": view.clone() for p, view in _views(info, tensor)}
+            for number in range(leaf.compressions if leaf is not None else 1):
+                for p in info.parameters:
+                    view = tensor[p.offset : p.offset + p.elements].view(p.shape)
+                    state[f"rank{rank}.{_numbered(field, number)}.{p.name}"] = view.clone()
     return state
 
 
-def save(runner: Runner | None, *, rank: int, world: int, codec: str, settings: Mapping[str, float]) -> dict[str, Any]:
+def save(
+    runner: Runner | None, *, rank: int, world: int, codec: str, chain: str = "", settings: Mapping[str, float]
+) -> dict[str, Any]:
     """The state of one rank; tensors are copies."""
-    meta = Meta(FORMAT, __version__, rank, world, codec, settings=dict(settings))
+    meta = Meta(FORMAT, __version__, rank, world, codec, chain, settings=dict(settings))
     state: dict[str, Any] = {}
+
+    def put(field: str, parameter: ParameterInfo, inside: slice, values: Tensor) -> None:
+        key = f"rank{rank}.{field}.{parameter.name}"
+        whole = state.setdefault(key, torch.zeros(parameter.shape, dtype=values.dtype))
+        whole.view(-1)[inside] = values
+
     if runner is not None:
         member = runner.members[list(runner.world.members).index(rank)]
         meta.layout, meta.step, meta.skipped = runner.layout, member.step, member.skipped
-        for name, residual in member.residuals.named():
-            state[f"rank{rank}.residual.{name}"] = residual.clone()
+        for number, parameter, inside, values in member.residuals.pieces():
+            put(_numbered("residual", number), parameter, inside, values)
         for run in member.groups:
-            meta.capacities.append(list(run.capacity.recent) if run.capacity else [])
+            meta.capacities.append([list(capacity.recent) for capacity in _capacities(run)])
             numbers: dict[str, Number] = {}
             arrays: dict[str, Array] = {}
-            elementwise = _elementwise(run.state)
-            for field in run.state.saved:
-                value = getattr(run.state, field)
-                if field in elementwise:
-                    for parameter, view in _views(run.info, torch.as_tensor(value)):
-                        state[f"rank{rank}.{field}.{parameter.name}"] = view.clone()
-                elif isinstance(value, Tensor | np.ndarray):
-                    tensor = torch.as_tensor(value).contiguous()
-                    data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-                    arrays[field] = Array(_dtype(tensor), tuple(tensor.shape), data)
-                else:
-                    numbers[field] = value
+            for tag, number, start, codec_state in _remembered(run):
+                elementwise = _elementwise(codec_state)
+                for field in codec_state.saved:
+                    value = getattr(codec_state, field)
+                    if field in elementwise:
+                        for piece in _views(run.info, codec_state, start, torch.as_tensor(value)):
+                            put(_numbered(field, number), *piece)
+                    elif isinstance(value, Tensor | np.ndarray):
+                        tensor = torch.as_tensor(value).contiguous()
+                        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+                        arrays[field + tag] = Array(_dtype(tensor), tuple(tensor.shape), data)
+                    else:
+                        numbers[field + tag] = value
             meta.numbers.append(numbers)
             meta.arrays.append(arrays)
+            for parameter in run.info.parameters if run.carry is not None else ():
+                assert run.carry is not None
+                flat = run.carry[parameter.offset : parameter.offset + parameter.elements]
+                put("carry", parameter, slice(0, parameter.elements), flat)
     state[f"rank{rank}.thinwire"] = msgspec.json.encode(meta).decode()
     return state
 
 
-def read_meta(state: Mapping[str, Any], *, rank: int, world: int, codec: str, tensors: Sequence[TensorInfo]) -> Meta:
+def _numbered(field: str, number: int) -> str:
+    """The name of a field of the first Comp is that without a chain."""
+    return f"{field}{number}" if number else field
+
+
+def _remembered(run: GroupRun) -> Iterator[tuple[str, int, int, CodecState]]:
+    """Each state of a group: how its fields are marked, the number of its Comp, its first element."""
+    if run.chain is None:
+        yield "", 0, 0, run.state
+        return
+    for number, position in enumerate(run.chain.positions):
+        for i, piece in enumerate(position.pieces):
+            yield f"@{number}.{i}", number, piece.range.start, piece.state
+
+
+def _capacities(run: GroupRun) -> list[Capacity]:
+    found = [run.capacity]
+    if run.chain is not None:
+        found = [p.talk.capacity if p.talk is not None else p.capacity for p in run.chain.positions]
+    return [capacity for capacity in found if isinstance(capacity, Capacity)]
+
+
+def read_meta(
+    state: Mapping[str, Any], *, rank: int, world: int, codec: str, chain: str = "", tensors: Sequence[TensorInfo]
+) -> Meta:
     """The meta part of this rank's state, or an error that names the first thing that does not fit."""
     key = f"rank{rank}.thinwire"
     if not isinstance(state, Mapping):
@@ -123,14 +168,18 @@ def read_meta(state: Mapping[str, Any], *, rank: int, world: int, codec: str, te
         raise StateError(f"the state is of rank {meta.rank} of {meta.world}; this is rank {rank} of {world}")
     if meta.codec != codec:
         raise StateError(f"the state was saved with codec {meta.codec}; this wire uses {codec}")
-    if min(meta.step, meta.skipped, *(wanted for recent in meta.capacities for wanted in recent), 0) < 0:
+    if meta.chain != chain:
+        names = [str(text or "the codec's own collectives") for text in (meta.chain, chain)]
+        raise StateError(f"the state was saved with the chain {names[0]}; this wire uses {names[1]}")
+    observed = [wanted for group in meta.capacities for recent in group for wanted in recent]
+    if min(meta.step, meta.skipped, *observed, 0) < 0:
         raise StateError(f"{key!r} has a negative step, number of skipped steps or capacity")
     try:
         parse(codec).at(meta.step, meta.settings)
     except (TypeError, ValueError) as error:
         raise StateError(f"{key!r} has settings that {codec} refuses: {error}") from None
     if meta.layout is not None:
-        _check_layout(meta.layout, tensors, codec)
+        _check_layout(meta.layout, tensors, codec, chain)
         for name in ("capacities", "numbers", "arrays"):
             if len(getattr(meta, name)) != len(meta.layout.groups):
                 raise StateError(
@@ -139,14 +188,16 @@ def read_meta(state: Mapping[str, Any], *, rank: int, world: int, codec: str, te
     return meta
 
 
-def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], codec: str) -> None:
+def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], codec: str, chain: str) -> None:
     """A layout that fits this model: every tensor in its place, nothing beside or upon it."""
     expected = {tensor.name: tensor for tensor in tensors}
     places: dict[str, list[tuple[str, str]]] = {}
-    rides = parse(codec).rides
+    rides = parse(codec).rides and not chain
     for group in layout.groups:
         if group.codec not in (codec, "dense"):
             raise StateError(f"{group.name!r} has codec {group.codec} in the state; this wire uses {codec}")
+        if group.chain != (chain if group.codec == codec else ""):
+            raise StateError(f"{group.name!r} has the chain {group.chain!r} in the state; this wire uses {chain!r}")
         offset = 0
         for slot in group.slots:
             tensor = expected.get(slot.name)
@@ -179,33 +230,51 @@ def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], codec: str) -> 
 def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
     """Fill a runner that was made with the layout of `meta`. Everything is checked before anything is changed."""
     member = runner.members[list(runner.world.members).index(meta.rank)]
-    copies = [
-        (residual, _tensor_of(state, f"rank{meta.rank}.residual.{name}", residual))
-        for name, residual in member.residuals.named()
-    ]
+    copies: list[tuple[Tensor, Tensor]] = []
+
+    def take(field: str, parameter: ParameterInfo, inside: slice, target: Tensor) -> None:
+        like = torch.empty(parameter.shape, dtype=target.dtype)
+        saved = _tensor_of(state, f"rank{meta.rank}.{field}.{parameter.name}", like)
+        copies.append((target, saved.reshape(-1)[inside]))
+
+    for number, parameter, inside, target in member.residuals.pieces():
+        take(_numbered("residual", number), parameter, inside, target)
     fields: list[tuple[Any, str, Any]] = []
     for run, numbers, arrays in zip(member.groups, meta.numbers, meta.arrays, strict=True):
-        elementwise = _elementwise(run.state)
-        for field in run.state.saved:
-            present = getattr(run.state, field)
-            if field in elementwise:
-                for parameter, view in _views(run.info, torch.as_tensor(present)):
-                    copies.append((view, _tensor_of(state, f"rank{meta.rank}.{field}.{parameter.name}", view)))
-                continue
-            value = arrays.get(field) if isinstance(present, Tensor | np.ndarray) else numbers.get(field)
-            try:
-                fields.append((run.state, field, _value_like(present, value)))
-            except ValueError as error:
-                raise StateError(f"{field!r} of {run.info.name!r}, codec {run.codec}, {error}") from None
+        for tag, number, start, codec_state in _remembered(run):
+            elementwise = _elementwise(codec_state)
+            for field in codec_state.saved:
+                present = getattr(codec_state, field)
+                if field in elementwise:
+                    for piece in _views(run.info, codec_state, start, torch.as_tensor(present)):
+                        take(_numbered(field, number), *piece)
+                    continue
+                kind = arrays if isinstance(present, Tensor | np.ndarray) else numbers
+                try:
+                    fields.append((codec_state, field, _value_like(present, kind.get(field + tag))))
+                except ValueError as error:
+                    raise StateError(f"{field!r} of {run.info.name!r}, codec {run.codec}, {error}") from None
+    left: dict[str, Tensor] = {}
+    for run in member.groups:
+        for parameter in run.info.parameters:
+            key = f"rank{meta.rank}.carry.{parameter.name}"
+            if key in state:
+                left[parameter.name] = _tensor_of(state, key, torch.empty(parameter.shape))
+    for run, saved_capacities in zip(member.groups, meta.capacities, strict=True):
+        if len(saved_capacities) != len(_capacities(run)):
+            raise StateError(
+                f"{run.info.name!r} has {len(saved_capacities)} kinds of messages in the state, here {len(_capacities(run))}"
+            )
     for target, saved in copies:
         target.copy_(saved)
     for owner, field, value in fields:
         setattr(owner, field, value)
-    for run, recent in zip(member.groups, meta.capacities, strict=True):
-        if run.capacity is not None:
-            run.capacity.recent.clear()
+    for run, saved_capacities in zip(member.groups, meta.capacities, strict=True):
+        for capacity, recent in zip(_capacities(run), saved_capacities, strict=True):
+            capacity.recent.clear()
             for wanted in recent:
-                run.capacity.observe(wanted)
+                capacity.observe(wanted)
+    member.fold(left)
     member.settings, member.skipped = dict(meta.settings), meta.skipped
     member.begin(meta.step)
     runner.statistics.skipped = meta.skipped
@@ -217,10 +286,15 @@ def _elementwise(codec_state: CodecState) -> set[str]:
     return {field for field in codec_state.saved if getattr(getattr(codec_state, field), "shape", None) == shape}
 
 
-def _views(info: GroupInfo, flat: Tensor) -> Iterator[tuple[ParameterInfo, Tensor]]:
-    """The part of each parameter in a flat tensor of its group, shaped like it. What lies between them is zero."""
-    for parameter in info.parameters:
-        yield parameter, flat[parameter.offset : parameter.offset + parameter.elements].view(parameter.shape)
+def _views(
+    group: GroupInfo, codec_state: CodecState, start: int, flat: Tensor
+) -> Iterator[tuple[ParameterInfo, slice, Tensor]]:
+    """For each parameter in a flat tensor that begins at element `start` of its group: which of its elements, and where."""
+    whole = {parameter.name: parameter for parameter in group.parameters}
+    for piece in codec_state.group.parameters:
+        parameter = whole[piece.name]
+        first = start + piece.offset - parameter.offset
+        yield parameter, slice(first, first + piece.elements), flat[piece.offset : piece.offset + piece.elements]
 
 
 def _tensor_of(state: Mapping[str, Any], key: str, like: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..schemes.world import Scope
 from .layout import Layout
 from .member import Member
 from .pipeline import Timing
@@ -13,13 +14,15 @@ from .pipeline import Timing
 @dataclass
 class GroupStatistics:
     """Sums over all steps of one group. Seconds of `wire` run from the issue of a collective to its end, waits for
-    slower ranks included: the rank that waits least is the one that the others wait for."""
+    slower ranks included: the rank that waits least is the one that the others wait for. `traffic` are bytes that the
+    collectives put on the link of a rank, by scope."""
 
     name: str
     codec: str
     elements: int
     bytes: int = 0
     gathered_bytes: int = 0
+    traffic: dict[Scope, float] = field(default_factory=dict)
     entries: int = 0
     encode_seconds: float = 0.0
     wire_seconds: float = 0.0
@@ -33,6 +36,7 @@ class GroupStatistics:
             "elements": self.elements,
             "bytes_per_step": self.bytes / each,
             "gathered_bytes_per_step": self.gathered_bytes / each,
+            "traffic_per_step": {scope: total / each for scope, total in self.traffic.items()},
             "density": self.entries / each / self.elements if self.elements and self.entries else None,
             "encode_seconds": self.encode_seconds / each,
             "wire_seconds": self.wire_seconds / each,
@@ -65,6 +69,8 @@ class Statistics:
             group.bytes += run.bytes
             group.gathered_bytes += run.gathered
             group.entries += run.entries
+            for scope, size in run.traffic.items():
+                group.traffic[scope] = group.traffic.get(scope, 0.0) + size
             self.bytes += run.bytes
             for phase, start, stop in timing.phases:
                 if phase == "encode":

@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..codecs import Codec
-from ..errors import AttachError, StateError
+from ..errors import AttachError, ChainError, ExchangeError, StateError, ThinwireError
+from ..kernels.finite import all_finite
 from ..log import logger
-from ..schemes.world import TorchWorld, World
+from ..schemes import tree
+from ..schemes.chain import choose
+from ..schemes.world import Place, TorchWorld, World
 from . import interrupt, state
 from .agree import agree
 from .layout import Layout, TensorInfo
-from .member import all_finite
 from .runner import Runner
 
 
@@ -31,10 +33,11 @@ class Wire:
         codec: Codec,
         tensors: Sequence[TensorInfo],
         *,
+        chain: str = "",
         protected: bool = False,
         tracks_unused: bool = False,
     ) -> None:
-        self.world, self.codec, self.tensors = world, codec, list(tensors)
+        self.world, self.codec, self.chain, self.tensors = world, codec, chain, list(tensors)
         self.runner: Runner | None = None
         self.settings: dict[str, float] = {}
         self.dense_steps = 0
@@ -44,6 +47,11 @@ class Wire:
         self._lock = threading.Lock()
         self._finalizer: weakref.finalize[..., Any] | None = None
         interrupt.watch(self)
+
+    @property
+    def direct(self) -> bool:
+        """Whether its exchange is nothing but the all-reduce of the gradients, in their own dtype."""
+        return self.codec.direct and not self.chain
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -74,6 +82,53 @@ class Wire:
             self._finalizer = weakref.finalize(self, runner.stop)
         self.runner = runner
         return runner
+
+    def change(self, codec: Codec | str, chain: str | None = None) -> None:
+        """Go over to another codec or chain, between two steps. A collective: every rank calls it alike.
+
+        What was not sent yet is not lost: each rank folds what it holds into its residual, or into its next gradient
+        where the new chain has no residual for whole gradients. What the codec had learnt is forgotten.
+        """
+        old, problem, chosen, text = self.runner, None, self.codec, ""
+        try:
+            chosen, text = choose(codec, chain)
+            self._check_nodes(text)
+            if old is not None and old.busy:
+                raise ExchangeError("a codec is changed between two steps, not while one is under way")
+        except ThinwireError as error:
+            if not isinstance(self.world, TorchWorld):
+                raise
+            problem = str(error)
+        if isinstance(self.world, TorchWorld):
+            step = old.members[0].step if old is not None else 0
+            agree(self.world.parent, {"codec": str(chosen), "chain": text, "step": step}, problem)
+        self.codec, self.chain = chosen, text
+        self.settings = {name: value for name, value in self.settings.items() if name in chosen.adjustable}
+        if old is None:
+            self.world.prepare(self._layout([self.tensors]).places(self._place()))
+            return
+        layout = self._layout(old.layout.buckets())
+        self.world.prepare(layout.places(self._place()))
+        runner = self._make(layout)
+        for member, before in zip(runner.members, old.members, strict=True):
+            left = dict(before.residuals.named())
+            for run in before.groups:
+                for p in run.info.parameters if run.carry is not None else ():
+                    assert run.carry is not None
+                    waiting = run.carry[p.offset : p.offset + p.elements].view(p.shape)
+                    left[p.name] = left[p.name] + waiting if p.name in left else waiting
+            member.fold(left)
+            member.skipped, member.scale = before.skipped, before.scale
+            member.begin(before.step)
+        runner.statistics.skipped = old.statistics.skipped
+        self._use(runner)
+
+    def _place(self) -> Place:
+        return Place(self.world.members[0], self.world.size, self.world.ranks_per_node)
+
+    def _check_nodes(self, chain: str) -> None:
+        if chain and tree.parse(chain).hierarchical and self.world.ranks_per_node is None:
+            raise ChainError(f"{chain!r} needs nodes: {self.world.why}")
 
     def interrupt(self) -> None:
         if self.runner is not None:
@@ -137,6 +192,7 @@ class Wire:
         """Numbers of this rank, means over steps: bytes it hands to collectives, seconds by phase, density, residual norm."""
         stats: dict[str, Any] = {
             "codec": str(self._codec_now()),
+            "chain": self.chain,
             "world": self.world.size,
             "dense_steps": self.dense_steps,
         }
@@ -189,7 +245,7 @@ class Wire:
 
     def _inspect_direct(self, result: Tensor, step: int) -> None:
         """Look at a dense mean, where anybody skips a step that is not finite. It is the same on all ranks."""
-        looks = self._guarded or self._protected or not self.codec.direct
+        looks = self._guarded or self._protected or not self.direct
         if looks and not all_finite(result):
             with self._lock:
                 self._direct_skipped += self._direct_void != step
@@ -202,7 +258,12 @@ class Wire:
         result: dict[str, Any] = {}
         for rank in self.world.members:
             result |= state.save(
-                self.runner, rank=rank, world=self.world.size, codec=str(self.codec), settings=self.settings
+                self.runner,
+                rank=rank,
+                world=self.world.size,
+                codec=str(self.codec),
+                chain=self.chain,
+                settings=self.settings,
             )
             if self.runner is None:
                 layout = self._layout([[tensor] for tensor in self.tensors])
@@ -216,7 +277,14 @@ class Wire:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken, with the same bits. Local; refuses what does not fit, changing nothing."""
         metas = [
-            state.read_meta(saved, rank=rank, world=self.world.size, codec=str(self.codec), tensors=self.tensors)
+            state.read_meta(
+                saved,
+                rank=rank,
+                world=self.world.size,
+                codec=str(self.codec),
+                chain=self.chain,
+                tensors=self.tensors,
+            )
             for rank in self.world.members
         ]
         if any(meta.layout != metas[0].layout for meta in metas):

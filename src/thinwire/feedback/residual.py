@@ -1,54 +1,106 @@
-"""What was not sent yet: one flat float32 tensor a group, seen by parameter name as well."""
+"""What was not sent yet: for each group one flat float32 tensor, or one for each Comp of its chain; seen by name as well."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, GroupInfo
+from ..codecs import GroupInfo, ParameterInfo
+
+
+@dataclass
+class Held:
+    """One residual: elements [start, stop) of its group. `before` is a copy from the start of the step, where one is kept."""
+
+    start: int
+    stop: int
+    weight: float
+    flat: Tensor
+    before: Tensor | None = None
+
+    def of(self, parameter: ParameterInfo) -> tuple[slice, Tensor]:
+        """Which elements of a parameter lie here, and their residual."""
+        start, stop = max(parameter.offset, self.start), min(parameter.offset + parameter.elements, self.stop)
+        stop = max(start, stop)
+        inside = slice(start - parameter.offset, stop - parameter.offset)
+        return inside, self.flat[max(0, start - self.start) : max(0, start - self.start) + stop - start]
 
 
 class ResidualStore:
-    """Residuals of all groups of one rank, in gradient units, unscaled. A codec without feedback has an empty one.
+    """Residuals of all groups of one rank, in gradient units, unscaled. A codec without feedback has none.
 
     `protected=True` keeps a second copy from the start of each step, so that a void step leaves them as they were, bit for
-    bit; otherwise a void step leaves its finite gradients in them.
+    bit; otherwise a void step leaves its finite gradients in them. Where a chain has several, all but the first
+    are always protected.
     """
 
-    def __init__(self, groups: Sequence[GroupInfo], codecs: Sequence[Codec], *, protected: bool) -> None:
+    def __init__(
+        self, groups: Sequence[GroupInfo], holdings: Sequence[Sequence[tuple[int, int, float]]], *, protected: bool
+    ) -> None:
         self.groups = list(groups)
-        self.flat = [
-            torch.zeros(group.elements if codec.keeps_residual else 0)
-            for group, codec in zip(groups, codecs, strict=True)
+        self.protected = protected
+        self.held = [
+            [Held(start, stop, weight, torch.zeros(stop - start)) for start, stop, weight in each] for each in holdings
         ]
-        self._before = [torch.empty_like(flat) for flat in self.flat] if protected else None
+        for index in range(len(self.held)):
+            self.protect(index, everything=False)
+
+    def protect(self, index: int, *, everything: bool) -> None:
+        """Keep a copy of all residuals of a group from its next exchange on; or only of those that always have one."""
+        for position, held in enumerate(self.held[index]):
+            needed = everything or self.protected or position > 0
+            held.before = (held.before if held.before is not None else held.flat.clone()) if needed else None
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """The tensors of all groups; for a group without feedback an empty one."""
+        return [held.flat for each in self.held for held in each or [Held(0, 0, 0.0, torch.empty(0))]]
+
+    def of(self, index: int) -> list[Tensor]:
+        return [held.flat for held in self.held[index]]
 
     def begin(self, index: int) -> None:
         """A group's exchange begins: remember its residual if that is promised."""
-        if self._before is not None:
-            self._before[index].copy_(self.flat[index])
+        for held in self.held[index]:
+            if held.before is not None:
+                held.before.copy_(held.flat)
 
     def roll_back(self, index: int) -> None:
         """The step is void: restore the residual if a copy is kept. Otherwise the codec has put back what it sent."""
-        if self._before is not None:
-            self.flat[index].copy_(self._before[index])
+        for held in self.held[index]:
+            if held.before is not None:
+                held.flat.copy_(held.before)
+
+    def pieces(self) -> Iterator[tuple[int, ParameterInfo, slice, Tensor]]:
+        """For each Comp and parameter: the number of the Comp, the parameter, which of its elements are here, and where."""
+        for group, each in zip(self.groups, self.held, strict=True):
+            for number, held in enumerate(each):
+                for parameter in group.parameters:
+                    yield number, parameter, *held.of(parameter)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """A view of each parameter's residual, shaped like the parameter."""
-        for group, flat in zip(self.groups, self.flat, strict=True):
-            if flat.numel():
-                for parameter in group.parameters:
-                    stop = parameter.offset + parameter.elements
-                    yield parameter.name, flat[parameter.offset : stop].view(parameter.shape)
+        """What is left of each parameter on this rank, shaped like the parameter; the sum over ranks is what is not sent yet.
+
+        Without a chain it is a view of the residual.
+        """
+        for group, each in zip(self.groups, self.held, strict=True):
+            for parameter in group.parameters if each else ():
+                if len(each) == 1 and each[0].stop - each[0].start == group.elements and each[0].weight == 1.0:
+                    yield parameter.name, each[0].of(parameter)[1].view(parameter.shape)
+                    continue
+                total = torch.zeros(parameter.elements)
+                for held in each:
+                    inside, flat = held.of(parameter)
+                    total[inside].add_(flat, alpha=held.weight)
+                yield parameter.name, total.view(parameter.shape)
 
     def norm(self) -> float:
-        return (
-            float(torch.stack([flat.double().square().sum() for flat in self.flat]).sum().sqrt()) if self.flat else 0.0
-        )
+        return math.sqrt(sum(float(held.flat.double().square().sum()) for each in self.held for held in each))
 
     @property
     def bytes(self) -> int:
-        copies = 1 if self._before is None else 2
-        return copies * sum(4 * flat.numel() for flat in self.flat)
+        return sum((4 if held.before is None else 8) * held.flat.numel() for each in self.held for held in each)

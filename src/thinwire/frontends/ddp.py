@@ -14,14 +14,16 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ..codecs import Codec, parse
+from ..codecs import Codec
 from ..engine.agree import agree, compile_kernels, problem_of
 from ..engine.layout import Exclude, Layout, TensorInfo, build, describe, excluded, kinds_of
 from ..engine.runner import explain
 from ..engine.wire import Wire
 from ..errors import AttachError, ExchangeError, WireClosed
 from ..log import logger, set_up
-from ..schemes.world import TorchWorld
+from ..schemes import tree
+from ..schemes.chain import choose
+from ..schemes.world import TorchWorld, ranks_per_node
 
 _wires: "weakref.WeakKeyDictionary[DistributedDataParallel, DDPWire]" = weakref.WeakKeyDictionary()
 
@@ -30,6 +32,7 @@ def attach(
     ddp: nn.Module,
     codec: Codec | str,
     *,
+    chain: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
     exclude: Exclude = (),
     min_elements: int = 1024,
@@ -38,7 +41,8 @@ def attach(
     """Exchange the gradients of a DDP module through `codec`. A collective: every rank calls it alike.
 
     ddp           a DistributedDataParallel, or what `torch.compile` made of one
-    codec         a codec, or its text: `"topk(density=0.01)"`
+    codec         a codec, or its text: `"topk(density=0.01)"`, `"topk(density=0.01) via B"`
+    chain         by which collectives: a leaf of the tree, by letter or notation (`docs/chains.md`)
     scaler        the GradScaler of the job, if it has one: residuals are then unscaled, and untouched by a skipped step
     exclude       shell patterns on parameter names, or a function of the name: these tensors travel dense
     min_elements  tensors with fewer elements travel dense
@@ -60,13 +64,15 @@ def attach(
     error: str | None = None
     tensors: list[TensorInfo] = []
     facts: dict[str, Any] = {}
+    text = ""
     try:
-        codec = parse(codec) if isinstance(codec, str) else codec
+        codec, text = choose(codec, chain)
         _check(module, codec, min_elements)
         kinds = {_plain(name): kind for name, kind in kinds_of(module.module).items()}
         tensors = [describe(name, p, kinds.get(name)) for name, p in _parameters(module).items()]
         facts = {
             "codec": str(codec),
+            "chain": text,
             "tensors": tensors,
             "excluded": excluded(tensors, exclude),
             "options": (min_elements, scaler is not None, module.find_unused_parameters, module.static_graph),
@@ -76,9 +82,13 @@ def attach(
         error = problem_of(problem)
     agree(group, facts, error)
     assert isinstance(codec, Codec)
-    compile_kernels(group, codec)
-    world = TorchWorld(group, codec.rounds, timeout)
-    wire = DDPWire(module, world, codec, tensors, scaler, exclude, min_elements)
+    nodes = ranks_per_node(group)
+    if text and tree.parse(text).hierarchical and nodes[0] is None:
+        raise AttachError(f"the chain {text!r} needs nodes: {nodes[1]}")
+    compile_kernels(group, codec, text)
+    world = TorchWorld(group, codec.rounds if not text else 1, timeout, *nodes)
+    wire = DDPWire(module, world, codec, tensors, scaler, exclude, min_elements, text)
+    world.prepare(wire._layout([tensors]).places(wire._place()))
     module.register_comm_hook(wire, _exchange_bucket)
     _wires[module] = wire
     wire.announce()
@@ -135,9 +145,10 @@ class DDPWire(Wire):
         scaler: torch.amp.GradScaler | None,
         exclude: Exclude,
         min_elements: int,
+        chain: str = "",
     ) -> None:
         tracks_unused = module.find_unused_parameters or module.static_graph
-        super().__init__(world, codec, tensors, protected=scaler is not None, tracks_unused=tracks_unused)
+        super().__init__(world, codec, tensors, chain=chain, protected=scaler is not None, tracks_unused=tracks_unused)
         self._torch_world = world
         self._scaler = scaler
         self._exclude, self._min_elements = exclude, min_elements
@@ -171,16 +182,19 @@ class DDPWire(Wire):
         codecs = [codec.at(0, self.settings) for codec in layout.codecs()]
         estimate = [c.estimate(g.info(), self.world.size) for g, c in zip(layout.groups, codecs, strict=True)]
         travel = sum(e.gathered + e.summed for e in estimate)
+        how = f"a rank hands over about {_bytes(travel)} a step instead of {_bytes(4 * total)}"
+        if self.chain:
+            how = f"by the chain {self.chain}"
         logger.info(
-            "%s on %d ranks: compresses %d of %d parameters (%.1f %%), the rest travels dense; a rank hands over about %s a "
-            "step instead of %s; residuals add %.1f bytes a parameter; dense until the buckets are final",
-            self.codec, self.world.size, coded, total, share, _bytes(travel), _bytes(4 * total), memory,
+            "%s on %d ranks: compresses %d of %d parameters (%.1f %%), the rest travels dense; %s; residuals add %.1f bytes "
+            "a parameter; dense until the buckets are final",
+            self.codec, self.world.size, coded, total, share, how, memory,
         )  # fmt: skip
         if self.world.size == 1:
             logger.warning("world size is 1: there is nobody to exchange with, so compression can only cost")
 
     def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
-        return build(buckets, self.codec, exclude=self._exclude, min_elements=self._min_elements)
+        return build(buckets, self.codec, chain=self.chain, exclude=self._exclude, min_elements=self._min_elements)
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +211,7 @@ class DDPWire(Wire):
         if self.error is not None:
             raise WireClosed(f"this wire is closed: {self.error}") from self.error
         buffer = bucket.buffer()
-        if self.codec.direct or self.runner is None:
+        if self.runner is None or (self.direct and not self.runner.members[0].carries):
             future = self._direct(bucket.index(), buffer)
             if self.runner is None:
                 self._record(bucket)
@@ -256,7 +270,7 @@ class DDPWire(Wire):
             if self.dense_steps > self._steps_until_final:
                 layout = self._layout(buckets)
                 self.freeze(layout)
-                if self.world.members[0] == 0 and not self.codec.direct:
+                if self.world.members[0] == 0 and not self.direct:
                     logger.info("layout frozen after %d dense steps: %d groups", self.dense_steps, len(layout.groups))
 
     def _unused(self, names: Sequence[str]) -> Sequence[str]:
@@ -270,7 +284,7 @@ class DDPWire(Wire):
         return [name for name in names if name not in used]
 
     def interrupt(self) -> None:
-        if self.runner is not None and not self.codec.direct:
+        if self.runner is not None and not self.direct:
             super().interrupt()
         elif any(not flight.future.done() for flight in self._flying):
             self._closed = ExchangeError("interrupted while waiting for an all-reduce")

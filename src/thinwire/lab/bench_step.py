@@ -69,8 +69,8 @@ class Visit:
     bytes_sent: float
     packets_sent: float
     wire_steps: float
-    gathered_bytes: float
-    summed_bytes: float
+    handed_bytes: float
+    traffic_bytes: float
 
 
 @dataclass
@@ -116,16 +116,22 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
+def name_and_size(method: str) -> tuple[str, str]:
+    """What stands before and behind the `@` at its end. Inside a chain there may be others."""
+    name, _, size = method.rpartition("@")
+    return (name, size) if name and not size.startswith("cpu") else (method, "")
+
+
 def check(options: Options) -> None:
     """Refuse what no worker could run, before there is a cluster."""
-    from ..codecs import parse
+    from ..schemes.chain import choose
 
     for rate in options.rates:
         parse_rate(rate)
     if len(set(options.methods)) != len(options.methods):
         raise LabError("a method is given twice")
     for method in options.methods:
-        name, _, size = method.partition("@")
+        name, size = name_and_size(method)
         try:
             if size and float(size) <= 0:
                 raise ValueError
@@ -135,7 +141,7 @@ def check(options: Options) -> None:
             ) from None
         if name not in (CEILING, BASE, *PEER_NAMES):
             try:
-                parse(name)
+                choose(name)
             except ThinwireError as error:
                 names = ", ".join((CEILING, BASE, *PEER_NAMES))
                 raise LabError(f"{error}; or one of the methods {names}") from None
@@ -235,8 +241,7 @@ def _row(run: Run, phase: Phase, method: str, options: Options) -> dict[str, Any
     ceiling = _median(phase.visits.get(CEILING, []))
     base = _median(phase.visits.get(BASE, []))
     cost = base - ceiling if base and ceiling else None
-    world = run.nodes * options.ranks_per_node
-    stats, expected = _handed_over(visits, world)
+    stats, expected = _handed_over(visits)
     payload = _payload(visits, phase.visits.get(SILENT, []), options) if run.counted else None
     return {
         "workload": options.workload,
@@ -286,17 +291,12 @@ def _payload(visits: Sequence[Visit], silent: Sequence[Visit], options: Options)
     return total / options.ranks_per_node
 
 
-def _handed_over(visits: Sequence[Visit], world: int) -> tuple[float | None, float | None]:
-    """Bytes that a rank handed to collectives a step, and what these should put on the wire.
-
-    A ring all-gather of s bytes sends s (n - 1) from every rank, a ring all-reduce 2 s (n - 1) / n.
-    """
+def _handed_over(visits: Sequence[Visit]) -> tuple[float | None, float | None]:
+    """Bytes that a rank handed to collectives a step, and what these should put on the wire; see `Collective.traffic`."""
     steps = sum(visit.wire_steps for visit in visits)
     if not steps:
         return None, None
-    gathered = sum(visit.gathered_bytes for visit in visits) / steps
-    summed = sum(visit.summed_bytes for visit in visits) / steps
-    return gathered + summed, gathered * (world - 1) + 2 * summed * (world - 1) / world
+    return sum(visit.handed_bytes for visit in visits) / steps, sum(visit.traffic_bytes for visit in visits) / steps
 
 
 def interval(rounds: Sequence[Sequence[float]], samples: int = 2000, seed: int = 0) -> tuple[float, float]:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 
 from ..engine.wire import Wire
+from .bench_step import name_and_size
 from .peers import ONE_BUCKET_MB, PEERS
 from .workloads import Workload, load
 
@@ -53,7 +54,7 @@ class Contestant:
 
 def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool = True) -> Contestant:
     """`method` is a name of `bench_step`, or the text of a codec; `@4` after it gives DDP buckets of 4 MB."""
-    name, _, own = method.partition("@")
+    name, own = name_and_size(method)
     model = work.model()
     wire: Wire | None = None
     module = model
@@ -81,13 +82,13 @@ def sent(interface: str) -> tuple[int, int]:
     return 0, 0
 
 
-def handed_over(wire: Wire | None) -> tuple[int, int, int]:
-    """Steps so far, and bytes that this rank has handed to all-gathers and all-reduces in them."""
+def handed_over(wire: Wire | None) -> tuple[float, float, float]:
+    """Steps so far, bytes that this rank has handed to collectives in them, and what these should have put on its link."""
     if wire is None or wire.runner is None:
         return 0, 0, 0
     statistics = wire.runner.statistics
-    gathered = sum(group.gathered_bytes for group in statistics.groups)
-    return statistics.steps, gathered, statistics.bytes - gathered
+    traffic = sum(size for group in statistics.groups for scope, size in group.traffic.items() if scope != "intra")
+    return statistics.steps, statistics.bytes, traffic
 
 
 class Judge:
@@ -125,8 +126,8 @@ class Judge:
             "bytes_sent": mean[1],
             "packets_sent": mean[2],
             "wire_steps": mean[3],
-            "gathered_bytes": mean[4],
-            "summed_bytes": mean[5],
+            "handed_bytes": mean[4],
+            "traffic_bytes": mean[5],
         }
 
     def _gather(self, numbers: Tensor) -> Tensor:

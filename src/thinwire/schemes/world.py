@@ -8,8 +8,9 @@ process, in lock-step, with collectives done in memory. Both are driven by the s
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, Protocol
@@ -18,28 +19,84 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Operation = Literal["gather", "sum", "average", "max"]
+from ..errors import ChainError
+
+Operation = Literal["gather", "sum", "average", "max", "all to all", "reduce", "collect", "broadcast", "idle"]
+Scope = Literal["flat", "intra", "inter"]
+
+_NAMES: dict[Operation, str] = {
+    "gather": "all-gather",
+    "all to all": "all-to-all",
+    "reduce": "reduce",
+    "collect": "gather",
+    "broadcast": "broadcast",
+    "idle": "wait",
+}
 
 
 @dataclass(slots=True)
 class Collective:
-    """One rank's part in a collective.
+    """One rank's part in a collective over p ranks: all of them, those of its node, or those of its place on all nodes.
 
-    gather: `tensor` (uint8 [size]) of every rank comes to `output` (uint8 [world * size]) of every rank, in rank order.
-    sum, average, max: over all ranks, in place in `tensor`.
+    gather      `tensor` [size] of every rank comes to `output` [p * size] of every rank, in rank order
+    sum, average, max  over all ranks, in place in `tensor`
+    all to all  piece j of `tensor` [p * size] comes to rank j, as piece i of its `output` if this is rank i
+    reduce      the sum of `tensor` comes to the first rank, in place; on the others `tensor` is spoilt
+    collect     `tensor` [size] of every rank comes to `output` [p * size] of the first, which the others leave empty
+    broadcast   `tensor` of the first rank comes to that of all others
+    idle        this rank has no part in it; where only the first rank of each node speaks
     """
 
     operation: Operation
     tensor: Tensor
     output: Tensor | None = None
+    scope: Scope = "flat"
 
     @property
     def name(self) -> str:
-        return "all-gather" if self.operation == "gather" else f"all-reduce ({self.operation})"
+        name = _NAMES.get(self.operation) or f"all-reduce ({self.operation})"
+        return name if self.scope == "flat" else f"{name} ({self.scope})"
 
     @property
     def bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        """What this rank hands over."""
+        return 0 if self.operation == "idle" else self.tensor.numel() * self.tensor.element_size()
+
+    def traffic(self, ranks: int) -> float:
+        """Bytes on the link of the busiest of `ranks` ranks in one direction, as the cost formulas have it."""
+        if self.operation == "gather" or self.operation == "collect":
+            return float((ranks - 1) * self.bytes)
+        if self.operation == "all to all":
+            return (ranks - 1) * self.bytes / ranks
+        if self.operation in ("reduce", "broadcast"):
+            return float(self.bytes) if ranks > 1 else 0.0
+        return 2 * (ranks - 1) * self.bytes / ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is: ranks are numbered node by node. `ranks_per_node` is None where nodes are not known."""
+
+    rank: int
+    size: int
+    ranks_per_node: int | None = None
+
+    def ranks(self, scope: Scope) -> list[int]:
+        """Those that this rank speaks with in a scope, itself among them."""
+        if scope == "flat":
+            return list(range(self.size))
+        if self.ranks_per_node is None:
+            raise ChainError("the nodes of these ranks are not known")
+        node, local = divmod(self.rank, self.ranks_per_node)
+        if scope == "intra":
+            return list(range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node))
+        return list(range(local, self.size, self.ranks_per_node))
+
+    def count(self, scope: Scope) -> int:
+        return len(self.ranks(scope))
+
+    def index(self, scope: Scope) -> int:
+        return self.ranks(scope).index(self.rank)
 
 
 class Pending(Protocol):
@@ -57,6 +114,13 @@ class World(Protocol):
 
     size: int
     members: Sequence[int]
+    ranks_per_node: int | None
+    why: str
+    """Where `ranks_per_node` is None: why nodes are not known."""
+
+    def prepare(self, places: Collection[tuple[int, Scope]]) -> None:
+        """Make these rounds of these scopes ready, beside what is ready already. A collective."""
+        ...
 
     def issue(self, round_: int, parts: Sequence[Collective], wake: Callable[[], None]) -> Pending:
         """Begin one collective, with one part for each member; `wake` is called when it ends, from any thread."""
@@ -109,49 +173,86 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "average": dist.ReduceOp.AVG, "max": di
 
 
 class TorchWorld:
-    """The ranks of a process group, over process groups of its own: one for each round of the protocol.
+    """The ranks of a process group, over process groups of its own: one for each round of the protocol and each scope.
 
     DDP, SyncBatchNorm and the user speak on theirs while we are busy, and round 2 of one group and round 1 of the next
     would otherwise be issued in an order that depends on time. Making them is a collective.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, rounds: int, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        rounds: int,
+        timeout: timedelta | None = None,
+        ranks_per_node: int | None = None,
+        why: str = "nobody said how many ranks share one",
+    ) -> None:
         parent = process_group if process_group is not None else dist.group.WORLD
         assert parent is not None
-        ranks = dist.get_process_group_ranks(parent)
-        if timeout is None:
-            timeout = _timeout_of(parent)
+        self._ranks = dist.get_process_group_ranks(parent)
+        self._timeout = timeout if timeout is not None else _timeout_of(parent)
         self.size = dist.get_world_size(parent)
         self.rank = dist.get_rank(parent)
         self.members: Sequence[int] = (self.rank,)
+        self.ranks_per_node = ranks_per_node
+        self.why = why
         self.parent = parent
         self.groups: list[dist.ProcessGroup] = []
         self._spare: list[Tensor] = []
-        everybody = len(ranks) == dist.get_world_size()
-        if not everybody:
-            _take_fresh_names(parent, ranks, rounds)
-        for i in range(1, rounds + 1):
-            desc = f"thinwire round {i}"
-            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not everybody, group_desc=desc)
-            self.groups.append(group)
+        self._placed: dict[tuple[int, Scope], dist.ProcessGroup] = {}
+        self.prepare([(round_, "flat") for round_ in range(rounds)])
+
+    def prepare(self, places: Collection[tuple[int, Scope]]) -> None:
+        fresh = sorted(set(places) - set(self._placed))
+        everybody = len(self._ranks) == dist.get_world_size()
+        mine = Place(self.rank, self.size, self.ranks_per_node)
+        if fresh and not everybody:
+            kinds = {tuple(self._ranks[rank] for rank in mine.ranks(scope)) for _, scope in fresh}
+            _take_fresh_names(self.parent, [tuple(self._ranks), *sorted(kinds)], len(fresh))
+        for round_, scope in fresh:
+            # Without local synchronisation every rank makes the groups of all nodes, in the same order.
+            others = range(self.size) if everybody else [self.rank]
+            kinds = {tuple(Place(rank, self.size, self.ranks_per_node).ranks(scope)) for rank in others}
+            for kind in sorted(kinds):
+                group = dist.new_group(
+                    [self._ranks[rank] for rank in kind],
+                    timeout=self._timeout,
+                    use_local_synchronization=not everybody,
+                    group_desc=f"thinwire round {round_ + 1} {scope}",
+                )
+                if self.rank in kind:
+                    self._placed[round_, scope] = group
+                    self.groups.append(group)
 
     def issue(self, round_: int, parts: Sequence[Collective], wake: Callable[[], None]) -> Pending:
         (part,) = parts
-        group = self.groups[round_]
+        if part.operation == "idle":
+            wake()
+            return _Done()
+        group, tensor = self._placed[round_, part.scope], part.tensor
         if part.operation == "gather":
-            work = dist.all_gather_single(part.output, part.tensor, group=group, async_op=True)
-        elif self._by_gather(part):
+            work = dist.all_gather_single(part.output, tensor, group=group, async_op=True)
+        elif part.operation == "all to all":
+            work = dist.all_to_all_single(part.output, tensor, group=group, async_op=True)
+        elif part.operation == "reduce":
+            work = dist.reduce(tensor, group=group, group_dst=0, async_op=True)
+        elif part.operation == "broadcast":
+            work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
+        elif part.operation == "collect":
+            pieces = None if part.output is None else list(part.output.view(-1, tensor.numel()))
+            work = dist.gather(tensor, pieces, group=group, group_dst=0, async_op=True)
+        elif self._by_gather(part, group):
             both = self._buffer(2 * part.bytes)
-            mine = part.tensor.view(torch.uint8)
+            mine = tensor.view(torch.uint8)
             work = dist.all_gather_single(both[: 2 * part.bytes], mine, group=group, async_op=True)
             return _PairPending(work, wake, part, both, self._spare)
         else:
-            work = dist.all_reduce(part.tensor, op=_REDUCTIONS[part.operation], group=group, async_op=True)
+            work = dist.all_reduce(tensor, op=_REDUCTIONS[part.operation], group=group, async_op=True)
         return _TorchPending(work, wake)
 
-    def _by_gather(self, part: Collective) -> bool:
+    def _by_gather(self, part: Collective, group: dist.ProcessGroup) -> bool:
         on_cpu = part.tensor.device.type == "cpu"
-        return self.size == 2 and on_cpu and part.operation != "max" and part.bytes <= PAIR_BYTES
+        return group.size() == 2 and on_cpu and part.operation != "max" and part.bytes <= PAIR_BYTES
 
     def _buffer(self, size: int) -> Tensor:
         """Room for a sum of two ranks, of an earlier one where there is enough."""
@@ -166,6 +267,7 @@ class TorchWorld:
         # so that a process that was interrupted would not end. Then destroy: its connections close, and the peers
         # fail at once instead of at their timeout.
         groups, self.groups = self.groups, []
+        self._placed.clear()
         for group in groups:
             group.abort()
         for group in groups:
@@ -178,8 +280,8 @@ class TorchWorld:
 _taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 
 
-def _take_fresh_names(parent: dist.ProcessGroup, ranks: Sequence[int], rounds: int) -> None:
-    """Make the next `rounds` groups of these ranks get names that all of them agree on and that are new. A collective.
+def _take_fresh_names(parent: dist.ProcessGroup, kinds: Sequence[tuple[int, ...]], count: int) -> None:
+    """Make the next `count` groups of these lists of ranks get names that all agree on and that are new. A collective.
 
     Torch names a group with local synchronisation after its ranks and the number of groups that the process has. Ranks
     with other numbers of groups would wait for each other under different names; and after a group was destroyed its
@@ -191,11 +293,33 @@ def _take_fresh_names(parent: dist.ProcessGroup, ranks: Sequence[int], rounds: i
     assert world is not None
     taken = _taken.setdefault(world, {})
     names = dist.distributed_c10d._world.pg_names
-    fresh = torch.tensor(max(len(names), taken.get(tuple(ranks), 0)))
+    fresh = torch.tensor(max(len(names), *(taken.get(kind, 0) for kind in kinds)))
     dist.all_reduce(fresh, op=dist.ReduceOp.MAX, group=parent)
     while len(names) < int(fresh):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True, group_desc="thinwire filler")
-    taken[tuple(ranks)] = int(fresh) + rounds
+    for kind in kinds:
+        taken[kind] = int(fresh) + count
+
+
+def ranks_per_node(group: dist.ProcessGroup | None) -> tuple[int | None, str]:
+    """How many ranks of a group share a node, from LOCAL_RANK and LOCAL_WORLD_SIZE; or None, and why. A collective.
+
+    The ranks must be laid out node by node, equally many on each, as torchrun does it.
+    """
+    words = [os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")]
+    mine = torch.tensor([int(word) if word.isdecimal() else -1 for word in words])
+    size = dist.get_world_size(group)
+    everyone = torch.empty(2 * size, dtype=mine.dtype)
+    dist.all_gather_single(everyone, mine, group=group)
+    local, counts = everyone.view(size, 2).T.tolist()
+    each = counts[0]
+    if min(local) < 0 or min(counts) < 1:
+        return None, "LOCAL_RANK or LOCAL_WORLD_SIZE is not set on every rank; torchrun sets them"
+    if any(count != each for count in counts):
+        return None, f"the nodes have different numbers of ranks: LOCAL_WORLD_SIZE is {sorted(set(counts))}"
+    if size % each or local != [rank % each for rank in range(size)]:
+        return None, f"the {size} ranks are not laid out node by node, {each} on each: LOCAL_RANK is {local}"
+    return each, ""
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -215,35 +339,70 @@ class _Done:
 
 
 class LocalWorld:
-    """n ranks in one process. Sums are taken in rank order, so they are the same bits on every machine."""
+    """n ranks in one process. Sums are taken in rank order, so they are the same bits on every machine.
 
-    def __init__(self, size: int) -> None:
+    `LocalWorld(6, ranks_per_node=3)` has two nodes, for chains that know of them.
+    """
+
+    def __init__(self, size: int, ranks_per_node: int | None = None) -> None:
         if size < 1:
             raise ValueError(f"a world has at least one rank, not {size}")
+        if ranks_per_node is not None and (ranks_per_node < 1 or size % ranks_per_node):
+            raise ValueError(f"{size} ranks cannot be {ranks_per_node} on every node")
         self.size = size
         self.members: Sequence[int] = range(size)
+        self.ranks_per_node = ranks_per_node
+        self.why = f"LocalWorld({size}, ranks_per_node=...) has some"
+
+    def prepare(self, places: Collection[tuple[int, Scope]]) -> None:
+        return None
 
     def issue(self, round_: int, parts: Sequence[Collective], wake: Callable[[], None]) -> Pending:
-        kinds = {(part.operation, part.tensor.shape, part.tensor.dtype) for part in parts}
-        if len(parts) != self.size or len(kinds) != 1:
-            raise ValueError(f"the ranks disagree in round {round_ + 1}: {sorted(map(str, kinds))}")
-        if parts[0].operation == "gather":
-            everything = torch.cat([part.tensor for part in parts])
-            for part in parts:
-                assert part.output is not None
-                part.output.copy_(everything)
-            return _Done()
-        total = parts[0].tensor.clone()
+        scopes = {part.scope for part in parts if part.operation != "idle"}
+        if len(parts) != self.size or len(scopes) > 1:
+            raise ValueError(f"the ranks disagree in round {round_ + 1}: {len(parts)} parts in {sorted(scopes)}")
+        for scope in scopes:
+            done: set[int] = set()
+            for rank in self.members:
+                if rank not in done:
+                    ranks = Place(rank, self.size, self.ranks_per_node).ranks(scope)
+                    done.update(ranks)
+                    _carry_out([parts[other] for other in ranks], round_)
+        return _Done()
+
+    def close(self) -> None:
+        return None
+
+
+def _carry_out(parts: Sequence[Collective], round_: int) -> None:
+    """One collective in memory, among those who take part in it."""
+    first = parts[0]
+    kinds = {(part.operation, part.tensor.shape, part.tensor.dtype) for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"the ranks disagree in round {round_ + 1}: {sorted(map(str, kinds))}")
+    if first.operation == "idle":
+        return
+    if first.operation in ("gather", "collect"):
+        everything = torch.cat([part.tensor for part in parts])
+        for part in parts if first.operation == "gather" else parts[:1]:
+            assert part.output is not None
+            part.output.copy_(everything)
+    elif first.operation == "all to all":
+        pieces = torch.stack([part.tensor for part in parts]).view(len(parts), len(parts), -1)
+        for index, part in enumerate(parts):
+            assert part.output is not None
+            part.output.copy_(pieces[:, index].reshape(-1))
+    elif first.operation == "broadcast":
+        for part in parts[1:]:
+            part.tensor.copy_(first.tensor)
+    else:
+        total = first.tensor.clone()
         for part in parts[1:]:
             if part.operation == "max":
                 torch.maximum(total, part.tensor, out=total)
             else:
                 total += part.tensor
-        if parts[0].operation == "average":
-            total /= self.size
-        for part in parts:
+        if first.operation == "average":
+            total /= len(parts)
+        for part in parts if first.operation != "reduce" else parts[:1]:
             part.tensor.copy_(total)
-        return _Done()
-
-    def close(self) -> None:
-        return None
