@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs import Codec, parse
-from ..errors import AttachError, ExchangeError
-from ..schemes.world import LocalWorld, TorchWorld
+from ..errors import AttachError, ExchangeError, WireClosed
+from ..schemes.world import Collective, LocalWorld, TorchWorld
 from .agree import agree, compile_kernels, problem_of
 from .layout import Exclude, Layout, TensorInfo, build, describe, excluded
+from .runner import SLICE_SECONDS
 from .wire import Wire
 
 GROUP_BYTES = 16 << 20
@@ -26,6 +27,8 @@ class Exchange(Wire):
 
     `process_group` may also be a `LocalWorld(n)`: then all n ranks live in this process, and `reduce_` takes one set of
     tensors for each. Making one is a collective. Every rank must give the same names, shapes and codec.
+
+    `protected` keeps a copy of the residuals, so that a void step leaves them as they were, bit for bit.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Exchange(Wire):
         min_elements: int = 1024,
         group_bytes: int = GROUP_BYTES,
         timeout: timedelta | None = None,
+        protected: bool = False,
     ) -> None:
         error: str | None = None
         tensors: list[TensorInfo] = []
@@ -67,8 +71,9 @@ class Exchange(Wire):
             compile_kernels(process_group, codec)
             world = TorchWorld(process_group, max(c.rounds for c in layout.codecs()) if layout.groups else 1, timeout)
         assert isinstance(codec, Codec)
-        super().__init__(world, codec, tensors)
+        super().__init__(world, codec, tensors, protected=protected)
         self._names = tuple(tensor.name for tensor in tensors)
+        self._waiting = _Waiting(0)
         self.freeze(layout)
 
     def reduce_(self, tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
@@ -88,29 +93,64 @@ class Exchange(Wire):
                 mine = given[tensor.name]
                 if describe(tensor.name, mine, tensor.kind) != tensor or not mine.is_contiguous():
                     raise ExchangeError(f"{tensor.name!r} must be contiguous, {tensor.dtype}, of shape {tensor.shape}")
+        for name in self._names:
+            self.begin(name, [given[name] for given in ranks])
+        self.end()
+
+    def begin(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Hand over one tensor, contiguous, of each rank in this process. When all are handed over, `end` waits for the means."""
+        assert self.runner is not None
+        if not self._waiting.left:
+            self._waiting = _Waiting(len(self._names))
+        self.runner.submit((name,), [tensor.detach().view(-1) for tensor in tensors], self._waiting.done)
+
+    def end(self) -> None:
+        """Wait until every tensor that was handed over holds its mean."""
+        assert self.runner is not None
         if not self._names:
             return
-        left, errors, finished = len(self._names), list[BaseException](), threading.Event()
-
-        def done(error: BaseException | None) -> None:
-            nonlocal left
-            left -= 1
-            if error is not None:
-                errors.append(error)
-            if left == 0 or error is not None:
-                finished.set()
-
-        for name in self._names:
-            self.runner.submit((name,), [given[name].detach().view(-1) for given in ranks], done)
-        if not self.runner.threaded and not finished.is_set():
+        waiting = self._waiting
+        if not self.runner.threaded and not waiting.finished.is_set():
             raise ExchangeError("the step did not come to its end, though all tensors were given")
         try:
-            finished.wait()
+            waiting.finished.wait()
         except BaseException:
             self.runner.close(ExchangeError("interrupted"))
             raise
-        if errors:
-            raise errors[0]
+        if waiting.error is not None:
+            raise waiting.error
+
+    def average_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace one tensor of each rank in this process by its plain mean, outside of any step. Every rank calls it alike."""
+        if self.error is not None:
+            raise WireClosed(f"this wire is closed: {self.error}") from self.error
+        woken = threading.Event()
+        pending = self.world.issue(0, [Collective("average", tensor) for tensor in tensors], woken.set)
+        try:
+            while not pending.done():
+                woken.wait(SLICE_SECONDS)
+            pending.check()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, RuntimeError):
+                place = f"all-reduce (average) outside of steps, rank {self.world.members[0]}"
+                raise ExchangeError(f"{place}: {error}") from error
+            raise
+
+
+class _Waiting:
+    """The tensors of one step that have no mean yet."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.error: BaseException | None = None
+        self.finished = threading.Event()
+
+    def done(self, error: BaseException | None) -> None:
+        self.left -= 1
+        self.error = self.error or error
+        if self.left == 0 or error is not None:
+            self.finished.set()
 
 
 def _check(tensors: Sequence[TensorInfo], codec: object) -> None:
