@@ -98,7 +98,7 @@ class Exchange(Wire):
         self.end()
 
     def begin(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Hand over one tensor, contiguous, of each rank in this process. When all are handed over, `end` waits for the means."""
+        """Hand over one tensor, contiguous, of each rank in this process; after all of them, `end` waits for the means."""
         assert self.runner is not None
         if not self._waiting.left:
             self._waiting = _Waiting(len(self._names))

@@ -175,7 +175,7 @@ def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
     """Fill a runner that was made with the layout of `meta`. Everything is checked before anything is changed."""
     member = runner.members[list(runner.world.members).index(meta.rank)]
     copies = [
-        (residual, _tensor_of(state, f"rank{meta.rank}.residual.{name}", residual))
+        (residual, tensor_of(state, f"rank{meta.rank}.residual.{name}", residual))
         for name, residual in member.residuals.named()
     ]
     fields: list[tuple[Any, str, Any]] = []
@@ -185,7 +185,7 @@ def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
             present = getattr(run.state, field)
             if field in elementwise:
                 for parameter, view in _views(run.info, torch.as_tensor(present)):
-                    copies.append((view, _tensor_of(state, f"rank{meta.rank}.{field}.{parameter.name}", view)))
+                    copies.append((view, tensor_of(state, f"rank{meta.rank}.{field}.{parameter.name}", view)))
                 continue
             value = arrays.get(field) if isinstance(present, Tensor | np.ndarray) else numbers.get(field)
             try:
@@ -217,7 +217,8 @@ def _views(info: GroupInfo, flat: Tensor) -> Iterator[tuple[ParameterInfo, Tenso
         yield parameter, flat[parameter.offset : parameter.offset + parameter.elements].view(parameter.shape)
 
 
-def _tensor_of(state: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
+def tensor_of(state: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
+    """A saved tensor that can be copied to `like`, or an error that names it."""
     saved = state.get(key)
     if not _is_like(saved, like):
         found = "missing" if saved is None else _describe(saved)

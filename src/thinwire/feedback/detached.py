@@ -47,9 +47,9 @@ class Plain(Detached):
 class Balance:
     """The strength in use, and how it follows from what ranks send.
 
-    The mean squared distance from where ranks take gradients to the mean x - mean(e) is least at |mean e|^2 / mean |e|^2. Both are
-    estimated on what is sent: `common` is |mean of what ranks sent|^2, `total` the mean of |what a rank sent|^2, averaged over about
-    fifty exchanges. All ranks see the same numbers.
+    The mean squared distance from where ranks take gradients to x - mean(e) is least at |mean e|^2 / mean |e|^2. Both
+    are estimated on what is sent: `common` is |mean of what ranks sent|^2, `total` the mean of |what a rank sent|^2,
+    averaged over about fifty exchanges. All ranks see the same numbers.
     """
 
     feedback: Detached

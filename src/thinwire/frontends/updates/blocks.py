@@ -1,0 +1,391 @@
+"""SGD and random blocks: one pass over memory, and sums that travel while backward still runs.
+
+The block of a tensor follows from (seed, step, name), so it is known before the gradient is. As soon as backward has left the
+gradient of a parameter, what is pending on its block, error + update, can be handed over. `step()` computes it again: where
+it differs (the gradient was clipped, unscaled or added to), the rank says so and all ranks hand over anew.
+
+Nothing of shared model, error and momentum changes before the sums, and with them the flags of all ranks, are there.
+
+Bytes: 4 * elements / ratio and two floats, all-reduced. Memory: shared model and error, 8 bytes a parameter beside SGD's
+own, and two buffers as large as the blocks. Passes: one read for the finite test, one over everything (see
+`kernels.cpu.updates`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...codecs import RandomBlock
+from ...codecs.randomblock import draw
+from ...engine.exchange import Exchange
+from ...engine.layout import Exclude, excludes
+from ...errors import AttachError
+from ...feedback import Balance
+from ...log import logger
+from ...schemes.world import LocalWorld
+from . import head
+from .replica import Replica, Slot
+
+BUCKETS = 12
+SMALLEST_BUCKET = 8192
+LIMIT = 1e30
+"""A gradient beyond it counts as not finite: then momentum, error and sums stay finite too."""
+STRIKES = 3
+
+Floats = NDArray[np.float32]
+
+
+@dataclass
+class Place:
+    """Where the block of a slot lies in the buffer of its bucket."""
+
+    slot: int
+    bucket: int
+    offset: int
+    length: int
+    start: int = 0
+
+
+@dataclass
+class Bucket:
+    """Blocks that travel together. `mine` is what this rank handed over, `wire` becomes the mean; one of each a replica."""
+
+    name: str
+    coded: bool
+    places: list[Place]
+    mine: list[Tensor] = field(default_factory=list)
+    wire: list[Tensor] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)
+    begun: bool = False
+
+
+def fits(replica: Replica, codec: object) -> bool:
+    """Whether the one pass covers this job; otherwise it takes the general way."""
+    return (
+        type(codec) is RandomBlock
+        and type(replica.optimizer) is torch.optim.SGD
+        and all(slot.parameter.is_contiguous() and not slot.mastered for slot in replica.slots)
+        and not any(_unusual(group) for group in replica.optimizer.param_groups)
+    )
+
+
+def _unusual(group: dict[str, Any]) -> str | None:
+    for option in ("dampening", "maximize", "differentiable"):
+        if group.get(option):
+            return option
+    return None
+
+
+class Blocks:
+    """The way of updates from gradients to parameters, for all replicas of this process."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        codec: RandomBlock,
+        balance: Balance,
+        process_group: dist.ProcessGroup | LocalWorld | None,
+        *,
+        exclude: Exclude,
+        min_elements: int,
+        overlap: bool,
+        timeout: timedelta | None,
+    ) -> None:
+        self.replicas, self.codec, self.balance = replicas, codec, balance
+        self.errors: list[list[Tensor | None]] = [[torch.zeros_like(s.shared) for s in r.slots] for r in replicas]
+        for replica in replicas:
+            _make_momenta(replica)
+        slots = replicas[0].slots
+        # In the order in which backward is expected to leave gradients.
+        order = [i for i in reversed(range(len(slots))) if slots[i].info.elements]
+        dense = {i for i in order if slots[i].info.elements < min_elements or excludes(exclude, slots[i].name)}
+        count = 1 if isinstance(process_group, LocalWorld) else BUCKETS
+        self.buckets = _cut(slots, [i for i in order if i not in dense], codec.ratio, count, coded=True)
+        self.buckets += _cut(slots, [i for i in order if i in dense], 1.0, count, coded=False, first=len(self.buckets))
+        self.places = {place.slot: place for bucket in self.buckets for place in bucket.places}
+        for bucket in self.buckets:
+            size = sum(place.length for place in bucket.places)
+            bucket.mine = [torch.zeros(size) for _ in replicas]
+            bucket.wire = [torch.zeros(size) for _ in replicas]
+        self.heads = [head.room() for _ in replicas]
+        named = {bucket.name: bucket.wire[0] for bucket in self.buckets} | {"head": self.heads[0]}
+        self.exchange = Exchange(named, "dense", process_group, group_bytes=0, timeout=timeout)
+        self.wires = (self.exchange,)
+        self.draws = 0
+        self.strikes = 0
+        self.overlap = overlap and self.exchange.runner is not None and self.exchange.runner.threaded
+        self._scale = 1.0
+        self._zeros = torch.zeros(0)
+        self._scratch = torch.zeros(max((place.length for place in self.places.values()), default=0))
+        self._hooks: list[Any] = []
+        if self.overlap:
+            for index, slot in enumerate(replicas[0].slots):
+                if index in self.places:
+                    hook = _hook(weakref.ref(self), index)
+                    self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self.expects_exchange = False
+        self.open_round()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def open_round(self) -> None:
+        """Draw the blocks of the next exchange."""
+        slots = self.replicas[0].slots
+        self._groups = self.replicas[0].options()
+        for bucket in self.buckets:
+            bucket.begun, bucket.missing = False, {place.slot for place in bucket.places}
+            for place in bucket.places:
+                slot = slots[place.slot]
+                place.start = draw(self.codec.seed, self.draws, slot.name, slot.info.elements) if bucket.coded else 0
+
+    def arrived(self, index: int) -> None:
+        """Backward has left the gradient of a slot; called by its hook."""
+        if not (self.overlap and self.expects_exchange):
+            return
+        place = self.places[index]
+        bucket = self.buckets[place.bucket]
+        if bucket.begun:
+            return  # a second backward: `step` will find that the gradient is another
+        options = _numbers(self._groups[index], self._scale)
+        self._pend(0, place, options, bucket.mine[0][place.offset : place.offset + place.length])
+        bucket.missing.discard(index)
+        if not bucket.missing:
+            self._begin(bucket)
+
+    def local(self, bad: Sequence[bool], scale: float) -> list[bool]:
+        """A step that no exchange follows; whether each replica took it."""
+        from ...kernels.cpu import updates
+
+        taken = []
+        for r, replica in enumerate(self.replicas):
+            _make_momenta(replica)
+            taken.append(not (bad[r] or self._bad(replica, scale)))
+            if not taken[-1]:
+                continue
+            for i, (slot, group) in enumerate(zip(replica.slots, replica.options(), strict=True)):
+                updates.drift(*self._arrays(r, i)[1:], _numbers(group, scale))
+                _note_version(slot)
+        return taken
+
+    def step(self, bad: Sequence[bool], scale: float) -> bool:
+        """A step with its exchange; False if it is void on all ranks."""
+        for replica in self.replicas:
+            _make_momenta(replica)
+        options = [[_numbers(group, scale) for group in replica.options()] for replica in self.replicas]
+        self._scale = scale
+        stale = self._fill(options)
+        flags = [bad[r] or self._bad(replica, scale) for r, replica in enumerate(self.replicas)]
+        answer = self._finish(flags, stale)
+        if answer.stale and not answer.bad:
+            self.strikes += 1
+            if self.overlap and self.strikes == STRIKES:
+                self.overlap = False
+                if self.exchange.world.members[0] == 0:
+                    logger.info(
+                        "gradients change between backward and step() (clipping, accumulation or a scaler): "
+                        "blocks are sent from step() on, not during backward"
+                    )
+            for bucket in self.buckets:
+                bucket.begun = False
+            self._fill(options)
+            answer = self._finish(flags, False)
+        else:
+            self.strikes = 0
+        self.draws += 1
+        if answer.bad == 0:
+            self._apply(options, answer.statistic)
+        self.open_round()
+        return answer.bad == 0
+
+    def meet(self) -> None:
+        """Come together with all ranks outside of a step; an error on all of them if some are in a step."""
+        for bucket in self.buckets:
+            self._begin(bucket)
+        for room in self.heads:
+            head.write(room, meets=True)
+        self.exchange.begin("head", self.heads)
+        self.exchange.end()
+        head.read(self.heads[0], self.exchange.world.size, in_step=False)
+        self.open_round()
+
+    def _fill(self, options: Sequence[Sequence[Floats]]) -> bool:
+        """Hand over what was not handed over; whether something that was is not valid any more."""
+        stale = False
+        for bucket in self.buckets:
+            for r in range(len(self.replicas)):
+                for place in bucket.places:
+                    kept = bucket.mine[r][place.offset : place.offset + place.length]
+                    out = self._scratch[: place.length] if bucket.begun else kept
+                    self._pend(r, place, options[r][place.slot], out)
+                    if bucket.begun:
+                        stale |= not torch.equal(out.view(torch.int32), kept.view(torch.int32))
+            self._begin(bucket)
+        return stale
+
+    def _begin(self, bucket: Bucket) -> None:
+        if bucket.begun:
+            return
+        for mine, wire in zip(bucket.mine, bucket.wire, strict=True):
+            wire.copy_(mine)
+        bucket.begun = True
+        self.exchange.begin(bucket.name, bucket.wire)
+
+    def _finish(self, flags: Sequence[bool], stale: bool) -> head.Head:
+        from ...kernels.cpu import updates
+
+        for r, room in enumerate(self.heads):
+            own = sum(updates.squares(bucket.mine[r].numpy()) for bucket in self.buckets if bucket.coded)
+            head.write(room, statistic=float("nan") if stale else own if own == own else 0.0, bad=flags[r])
+        self.exchange.begin("head", self.heads)
+        self.exchange.end()
+        return head.read(self.heads[0], self.exchange.world.size, in_step=True)
+
+    def _apply(self, options: Sequence[Sequence[Floats]], statistic: float) -> None:
+        from ...kernels.cpu import updates
+
+        common = sum(updates.squares(bucket.wire[0].numpy()) for bucket in self.buckets if bucket.coded)
+        self.balance.observe(common, statistic)
+        strength = self.balance.strength
+        for r, replica in enumerate(self.replicas):
+            for i, slot in enumerate(replica.slots):
+                place = self.places.get(i)
+                if place is None:
+                    continue
+                shared, error, momentum, gradient, point = self._arrays(r, i)
+                updates.advance(shared, error, momentum, gradient, point, options[r][i], strength)
+                mean = self.buckets[place.bucket].wire[r][place.offset : place.offset + place.length]
+                updates.settle(shared, error, point, place.start, mean.numpy())
+                _note_version(slot)
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    def _pend(self, r: int, place: Place, options: Floats, out: Tensor) -> None:
+        from ...kernels.cpu import updates
+
+        updates.pending(*self._arrays(r, place.slot)[1:], options, place.start, out.numpy())
+
+    def _arrays(self, r: int, index: int) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+        """shared, error, momentum, gradient and point of a slot, flat."""
+        slot, error = self.replicas[r].slots[index], self.errors[r][index]
+        assert error is not None
+        momentum = self.replicas[r].optimizer.state[slot.point].get("momentum_buffer")
+        gradient = slot.gradient()
+        return (
+            slot.shared.view(-1).numpy(),
+            error.view(-1).numpy(),
+            np.empty(0, np.float32) if momentum is None else momentum.view(-1).numpy(),
+            self._nothing(slot) if gradient is None else gradient.detach().contiguous().view(-1).numpy(),
+            slot.point.detach().view(-1).numpy(),
+        )
+
+    def _nothing(self, slot: Slot) -> Floats:
+        """The gradient of a parameter that backward did not meet: zero, so that momentum and error go on."""
+        if self._zeros.numel() < slot.info.elements:
+            self._zeros = torch.zeros(slot.info.elements)
+        return self._zeros[: slot.info.elements].numpy()
+
+    def _bad(self, replica: Replica, scale: float) -> bool:
+        from ...kernels.cpu import updates
+
+        limit = LIMIT / scale
+        gradients = (slot.gradient() for slot in replica.slots)
+        return not all(
+            updates.largest(gradient.detach().contiguous().view(-1).numpy()) <= limit
+            for gradient in gradients
+            if gradient is not None
+        )
+
+    def pending(self, r: int, index: int) -> Tensor | None:
+        """What a rank has not sent of a slot, the local steps since the last exchange included."""
+        return self.errors[r][index]
+
+    def forget(self, draws: int) -> None:
+        """Nothing is pending on any rank any more."""
+        for errors in self.errors:
+            for error in errors:
+                assert error is not None
+                error.zero_()
+        self.restart(draws)
+
+    def restart(self, draws: int) -> None:
+        """Go on with the blocks of this number."""
+        self.draws = draws
+        self.open_round()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.exchange.close()
+
+
+def _numbers(group: dict[str, Any], scale: float) -> Floats:
+    option = _unusual(group)
+    if option:
+        raise AttachError(f"{option} was switched on after LocalUpdates was made; make it anew")
+    nesterov = float(bool(group["nesterov"]))
+    return np.array([group["lr"], group["momentum"], group["weight_decay"], scale, nesterov], np.float32)
+
+
+def _make_momenta(replica: Replica) -> None:
+    """Momentum lives where SGD keeps it, and begins at zero, as SGD's does."""
+    for slot, group in zip(replica.slots, replica.options(), strict=True):
+        if group["momentum"] and replica.optimizer.state[slot.point].get("momentum_buffer") is None:
+            replica.optimizer.state[slot.point]["momentum_buffer"] = torch.zeros_like(slot.shared)
+
+
+def _note_version(slot: Slot) -> None:
+    """Tell autograd that the parameter was changed behind its back, as any in-place operation does."""
+    torch.autograd.graph.increment_version(slot.parameter)
+
+
+def _hook(reference: weakref.ref[Blocks], index: int) -> Callable[[Tensor], None]:
+    def arrive(parameter: Tensor) -> None:
+        blocks = reference()
+        if blocks is not None:
+            blocks.arrived(index)
+
+    return arrive
+
+
+def _cut(
+    slots: Sequence[Slot], order: Sequence[int], ratio: float, count: int, *, coded: bool, first: int = 0
+) -> list[Bucket]:
+    """About `count` buckets of equal size, in order; none so small that its latency would rule."""
+    lengths = {i: max(1, int(slots[i].info.elements / ratio)) for i in order}
+    limit = max(SMALLEST_BUCKET, -(-sum(lengths.values()) // count))
+    if count == 1:
+        limit = max(1, sum(lengths.values()))
+    buckets: list[Bucket] = []
+    size = 0
+    for i in order:
+        if not buckets or size + lengths[i] > limit:
+            number = first + len(buckets)
+            buckets.append(Bucket(f"blocks {number}", coded, []))
+            size = 0
+        buckets[-1].places.append(Place(i, first + len(buckets) - 1, size, lengths[i]))
+        size += lengths[i]
+    return buckets
+
+
+def rehearse() -> None:
+    """Compile every kernel."""
+    from ...kernels.cpu import updates
+
+    x, e, m, g, p = (np.ones(8, np.float32) for _ in range(5))
+    options, block = np.array([0.1, 0.9, 0.0, 1.0, 0.0], np.float32), np.zeros(3, np.float32)
+    updates.pending(e, m, g, p, options, 6, block)
+    updates.advance(x, e, m, g, p, options, 0.5)
+    updates.drift(e, m, g, p, options)
+    updates.settle(x, e, p, 6, block)
+    updates.largest(g)
+    updates.squares(g)
