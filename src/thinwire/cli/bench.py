@@ -82,7 +82,8 @@ def step(
         str,
         typer.Option(
             help="Only these: none (no communication), noop (a hook that sends nothing), fp32 (plain DDP), fp16, bf16, "
-            "powersgd1, powersgd4, int8-hook, topk-hook, or texts of codecs. @4 after one gives it buckets of 4 MB."
+            "powersgd1, powersgd4, int8-hook, topk-hook, texts of codecs, or local updates: updates(CODEC, STRENGTH, "
+            "period=STEPS). @4 after one gives DDP buckets of 4 MB."
         ),
     ] = "all",
     rounds: Annotated[int, typer.Option(help="How often every method is visited.", min=1)] = 10,
@@ -103,6 +104,8 @@ def step(
     Examples:
 
     thinwire bench step --rates 1gbit --methods "none,fp32,fp16,micro(density=0.01)"
+
+    thinwire bench step --rates 100mbit --methods "none,updates(randomblock(ratio=64), 0.3, period=8)"
 
     thinwire bench step --workload gpt-small --nodes 2,4,8,16 --rates none --methods "fp32,topk-hook,micro" --rounds 2
     """

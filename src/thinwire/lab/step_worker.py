@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 
 from ..engine.wire import Wire
+from .methods import updates_of
 from .peers import ONE_BUCKET_MB, PEERS
 from .workloads import Workload, load
 
@@ -39,6 +40,13 @@ class Contestant:
     optimizer: torch.optim.Optimizer
     wire: Wire | None
     steps: int = 0
+
+    @property
+    def steps_of_wire(self) -> int:
+        """Steps that its traffic belongs to: local updates also take some without any."""
+        if isinstance(self.optimizer, thinwire.LocalUpdates):
+            return self.optimizer.steps
+        return self.wire.runner.statistics.steps if self.wire is not None and self.wire.runner is not None else 0
 
     def step(self, work: Workload, rank: int) -> tuple[float, float]:
         """Forward, backward and optimizer; its seconds, and those of the processor in all threads."""
@@ -63,6 +71,12 @@ def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool
         if peer is not None and peer.one_bucket:
             size = ONE_BUCKET_MB
         ddp = DistributedDataParallel(model, bucket_cap_mb=size, gradient_as_bucket_view=bucket_view)
+        updates = updates_of(name)
+        if updates is not None:
+            optimizer = thinwire.LocalUpdates(
+                torch.optim.SGD(model.parameters(), lr=0.01), ddp, updates.codec, updates.feedback, updates.period
+            )
+            return Contestant(ddp, optimizer, optimizer.exchange)
         if peer is not None:
             ddp.register_comm_hook(peer.state(), peer.hook)
         elif name != "fp32":
@@ -81,13 +95,14 @@ def sent(interface: str) -> tuple[int, int]:
     return 0, 0
 
 
-def handed_over(wire: Wire | None) -> tuple[int, int, int]:
+def handed_over(contestant: Contestant) -> tuple[int, int, int]:
     """Steps so far, and bytes that this rank has handed to all-gathers and all-reduces in them."""
+    wire = contestant.wire
     if wire is None or wire.runner is None:
         return 0, 0, 0
     statistics = wire.runner.statistics
     gathered = sum(group.gathered_bytes for group in statistics.groups)
-    return statistics.steps, gathered, statistics.bytes - gathered
+    return contestant.steps_of_wire, gathered, statistics.bytes - gathered
 
 
 class Judge:
@@ -104,7 +119,7 @@ class Judge:
     def visit(self, contestant: Contestant, steps: int) -> dict[str, Any]:
         """Some steps of one method. Seconds are those of the slowest rank, the rest is a list over ranks or a mean."""
         seconds, cpu = [], 0.0
-        before = handed_over(contestant.wire)
+        before = handed_over(contestant)
         self.barrier()
         bytes_before, packets_before = sent(self.interface)
         for _ in range(steps):
@@ -115,7 +130,7 @@ class Judge:
             seconds.append(slowest.item())
         self.barrier()
         bytes_after, packets_after = sent(self.interface)
-        wire = [now - then for now, then in zip(handed_over(contestant.wire), before, strict=True)]
+        wire = [now - then for now, then in zip(handed_over(contestant), before, strict=True)]
         numbers = [cpu, bytes_after - bytes_before, packets_after - packets_before, *wire]
         everyone = self._gather(torch.tensor(numbers, dtype=torch.float64))
         mean = everyone.mean(dim=0).tolist()

@@ -69,6 +69,17 @@ class Bucket:
     begun: bool = False
 
 
+@dataclass(slots=True)
+class View:
+    """A slot of one replica as the kernels see it: flat arrays, and the options of its parameter group."""
+
+    error: Floats
+    momentum: Floats
+    gradient: Floats
+    point: Floats
+    options: Floats
+
+
 def fits(replica: Replica, codec: object) -> bool:
     """Whether the one pass covers this job; otherwise it takes the general way."""
     return (
@@ -103,6 +114,8 @@ class Blocks:
     ) -> None:
         self.replicas, self.codec, self.balance = replicas, codec, balance
         self.errors: list[list[Tensor | None]] = [[torch.zeros_like(s.shared) for s in r.slots] for r in replicas]
+        self._flat_errors = [[e.view(-1).numpy() for e in own if e is not None] for own in self.errors]
+        self._shared = [[slot.shared.view(-1).numpy() for slot in replica.slots] for replica in replicas]
         for replica in replicas:
             _make_momenta(replica)
         slots = replicas[0].slots
@@ -156,8 +169,8 @@ class Blocks:
         bucket = self.buckets[place.bucket]
         if bucket.begun:
             return  # a second backward: `step` will find that the gradient is another
-        options = _numbers(self._groups[index], self._scale)
-        self._pend(0, place, options, bucket.mine[0][place.offset : place.offset + place.length])
+        view = self._view(0, index, self._groups[index], self._scale)
+        _pend(view, place, bucket.mine[0][place.offset : place.offset + place.length])
         bucket.missing.discard(index)
         if not bucket.missing:
             self._begin(bucket)
@@ -168,44 +181,45 @@ class Blocks:
 
         taken = []
         for r, replica in enumerate(self.replicas):
-            _make_momenta(replica)
-            taken.append(not (bad[r] or self._bad(replica, scale)))
-            if not taken[-1]:
-                continue
-            for i, (slot, group) in enumerate(zip(replica.slots, replica.options(), strict=True)):
-                updates.drift(*self._arrays(r, i)[1:], _numbers(group, scale))
-                _note_version(slot)
+            views = self._look(r, scale)
+            taken.append(not (bad[r] or _any_bad(views, scale)))
+            if taken[-1]:
+                for slot, view in zip(replica.slots, views, strict=True):
+                    updates.drift(view.error, view.momentum, view.gradient, view.point, view.options)
+                    _note_version(slot)
         return taken
 
     def step(self, bad: Sequence[bool], scale: float) -> bool:
         """A step with its exchange; False if it is void on all ranks."""
-        for replica in self.replicas:
-            _make_momenta(replica)
-        options = [[_numbers(group, scale) for group in replica.options()] for replica in self.replicas]
         self._scale = scale
-        stale = self._fill(options)
-        flags = [bad[r] or self._bad(replica, scale) for r, replica in enumerate(self.replicas)]
+        views = [self._look(r, scale) for r in range(len(self.replicas))]
+        stale = self._fill(views)
+        flags = [own or _any_bad(mine, scale) for own, mine in zip(bad, views, strict=True)]
         answer = self._finish(flags, stale)
         if answer.stale and not answer.bad:
-            self.strikes += 1
-            if self.overlap and self.strikes == STRIKES:
-                self.overlap = False
-                if self.exchange.world.members[0] == 0:
-                    logger.info(
-                        "gradients change between backward and step() (clipping, accumulation or a scaler): "
-                        "blocks are sent from step() on, not during backward"
-                    )
+            self._strike()
             for bucket in self.buckets:
                 bucket.begun = False
-            self._fill(options)
+            self._fill(views)
             answer = self._finish(flags, False)
         else:
             self.strikes = 0
         self.draws += 1
         if answer.bad == 0:
-            self._apply(options, answer.statistic)
+            self._apply(views, answer.statistic)
         self.open_round()
         return answer.bad == 0
+
+    def _strike(self) -> None:
+        """What was sent during backward was in vain; all ranks know it, and give up together when it goes on."""
+        self.strikes += 1
+        if self.overlap and self.strikes == STRIKES:
+            self.overlap = False
+            if self.exchange.world.members[0] == 0:
+                logger.info(
+                    "gradients change between backward and step() (clipping, accumulation or a scaler): blocks are sent "
+                    "by step() from now on, not during backward"
+                )
 
     def meet(self) -> None:
         """Come together with all ranks outside of a step; an error on all of them if some are in a step."""
@@ -218,15 +232,15 @@ class Blocks:
         head.read(self.heads[0], self.exchange.world.size, in_step=False)
         self.open_round()
 
-    def _fill(self, options: Sequence[Sequence[Floats]]) -> bool:
+    def _fill(self, views: Sequence[Sequence[View]]) -> bool:
         """Hand over what was not handed over; whether something that was is not valid any more."""
         stale = False
         for bucket in self.buckets:
-            for r in range(len(self.replicas)):
+            for mine, own in zip(bucket.mine, views, strict=True):
                 for place in bucket.places:
-                    kept = bucket.mine[r][place.offset : place.offset + place.length]
+                    kept = mine[place.offset : place.offset + place.length]
                     out = self._scratch[: place.length] if bucket.begun else kept
-                    self._pend(r, place, options[r][place.slot], out)
+                    _pend(own[place.slot], place, out)
                     if bucket.begun:
                         stale |= not torch.equal(out.view(torch.int32), kept.view(torch.int32))
             self._begin(bucket)
@@ -250,42 +264,39 @@ class Blocks:
         self.exchange.end()
         return head.read(self.heads[0], self.exchange.world.size, in_step=True)
 
-    def _apply(self, options: Sequence[Sequence[Floats]], statistic: float) -> None:
+    def _apply(self, views: Sequence[Sequence[View]], statistic: float) -> None:
         from ...kernels.cpu import updates
 
         common = sum(updates.squares(bucket.wire[0].numpy()) for bucket in self.buckets if bucket.coded)
         self.balance.observe(common, statistic)
         strength = self.balance.strength
         for r, replica in enumerate(self.replicas):
-            for i, slot in enumerate(replica.slots):
-                place = self.places.get(i)
-                if place is None:
-                    continue
-                shared, error, momentum, gradient, point = self._arrays(r, i)
-                updates.advance(shared, error, momentum, gradient, point, options[r][i], strength)
+            for i, place in self.places.items():
+                view = views[r][i]
+                shared = self._shared[r][i]
+                updates.advance(shared, view.error, view.momentum, view.gradient, view.point, view.options, strength)
                 mean = self.buckets[place.bucket].wire[r][place.offset : place.offset + place.length]
-                updates.settle(shared, error, point, place.start, mean.numpy())
-                _note_version(slot)
+                updates.settle(shared, view.error, view.point, place.start, mean.numpy())
+                _note_version(replica.slots[i])
 
     # -- small things --------------------------------------------------------------------------------------------------
 
-    def _pend(self, r: int, place: Place, options: Floats, out: Tensor) -> None:
-        from ...kernels.cpu import updates
+    def _look(self, r: int, scale: float) -> list[View]:
+        """What every slot of a replica holds at this moment."""
+        _make_momenta(self.replicas[r])
+        groups = self.replicas[r].options()
+        return [self._view(r, i, group, scale) for i, group in enumerate(groups)]
 
-        updates.pending(*self._arrays(r, place.slot)[1:], options, place.start, out.numpy())
-
-    def _arrays(self, r: int, index: int) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """shared, error, momentum, gradient and point of a slot, flat."""
-        slot, error = self.replicas[r].slots[index], self.errors[r][index]
-        assert error is not None
+    def _view(self, r: int, index: int, group: dict[str, Any], scale: float) -> View:
+        slot = self.replicas[r].slots[index]
         momentum = self.replicas[r].optimizer.state[slot.point].get("momentum_buffer")
         gradient = slot.gradient()
-        return (
-            slot.shared.view(-1).numpy(),
-            error.view(-1).numpy(),
+        return View(
+            self._flat_errors[r][index],
             np.empty(0, np.float32) if momentum is None else momentum.view(-1).numpy(),
             self._nothing(slot) if gradient is None else gradient.detach().contiguous().view(-1).numpy(),
             slot.point.detach().view(-1).numpy(),
+            _numbers(group, scale),
         )
 
     def _nothing(self, slot: Slot) -> Floats:
@@ -293,17 +304,6 @@ class Blocks:
         if self._zeros.numel() < slot.info.elements:
             self._zeros = torch.zeros(slot.info.elements)
         return self._zeros[: slot.info.elements].numpy()
-
-    def _bad(self, replica: Replica, scale: float) -> bool:
-        from ...kernels.cpu import updates
-
-        limit = LIMIT / scale
-        gradients = (slot.gradient() for slot in replica.slots)
-        return not all(
-            updates.largest(gradient.detach().contiguous().view(-1).numpy()) <= limit
-            for gradient in gradients
-            if gradient is not None
-        )
 
     def pending(self, r: int, index: int) -> Tensor | None:
         """What a rank has not sent of a slot, the local steps since the last exchange included."""
@@ -334,6 +334,18 @@ def _numbers(group: dict[str, Any], scale: float) -> Floats:
         raise AttachError(f"{option} was switched on after LocalUpdates was made; make it anew")
     nesterov = float(bool(group["nesterov"]))
     return np.array([group["lr"], group["momentum"], group["weight_decay"], scale, nesterov], np.float32)
+
+
+def _pend(view: View, place: Place, out: Tensor) -> None:
+    from ...kernels.cpu import updates
+
+    updates.pending(view.error, view.momentum, view.gradient, view.point, view.options, place.start, out.numpy())
+
+
+def _any_bad(views: Sequence[View], scale: float) -> bool:
+    from ...kernels.cpu import updates
+
+    return not all(updates.largest(view.gradient) <= LIMIT / scale for view in views)
 
 
 def _make_momenta(replica: Replica) -> None:
