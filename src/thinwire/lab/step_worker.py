@@ -63,6 +63,11 @@ def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool
     """`method` is a name of `bench_step`, or the text of a codec; `@4` after it gives DDP buckets of 4 MB."""
     name, _, own = method.partition("@")
     model = work.model()
+    updates = updates_of(name)
+    if updates is not None:
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = thinwire.LocalUpdates(inner, model, updates.codec, updates.feedback, updates.period)
+        return Contestant(model, optimizer, optimizer.exchange)
     wire: Wire | None = None
     module = model
     if name != "none":
@@ -71,12 +76,6 @@ def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool
         if peer is not None and peer.one_bucket:
             size = ONE_BUCKET_MB
         ddp = DistributedDataParallel(model, bucket_cap_mb=size, gradient_as_bucket_view=bucket_view)
-        updates = updates_of(name)
-        if updates is not None:
-            optimizer = thinwire.LocalUpdates(
-                torch.optim.SGD(model.parameters(), lr=0.01), ddp, updates.codec, updates.feedback, updates.period
-            )
-            return Contestant(ddp, optimizer, optimizer.exchange)
         if peer is not None:
             ddp.register_comm_hook(peer.state(), peer.hook)
         elif name != "fp32":

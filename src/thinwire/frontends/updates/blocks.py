@@ -14,8 +14,8 @@ own, and two buffers as large as the blocks. Passes: one read for the finite tes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,39 +34,15 @@ from ...feedback import Balance
 from ...log import logger
 from ...schemes.world import LocalWorld
 from . import head
+from .buckets import HEAD, Bucket, Place, cut
 from .replica import Replica, Slot
 
-BUCKETS = 12
-SMALLEST_BUCKET = 8192
 LIMIT = 1e30
 """A gradient beyond it counts as not finite: then momentum, error and sums stay finite too."""
 STRIKES = 3
+NAN = float("nan")
 
 Floats = NDArray[np.float32]
-
-
-@dataclass
-class Place:
-    """Where the block of a slot lies in the buffer of its bucket."""
-
-    slot: int
-    bucket: int
-    offset: int
-    length: int
-    start: int = 0
-
-
-@dataclass
-class Bucket:
-    """Blocks that travel together. `mine` is what this rank handed over, `wire` becomes the mean; one of each a replica."""
-
-    name: str
-    coded: bool
-    places: list[Place]
-    mine: list[Tensor] = field(default_factory=list)
-    wire: list[Tensor] = field(default_factory=list)
-    missing: set[int] = field(default_factory=set)
-    begun: bool = False
 
 
 @dataclass(slots=True)
@@ -119,33 +95,27 @@ class Blocks:
         for replica in replicas:
             _make_momenta(replica)
         slots = replicas[0].slots
-        # In the order in which backward is expected to leave gradients.
-        order = [i for i in reversed(range(len(slots))) if slots[i].info.elements]
-        dense = {i for i in order if slots[i].info.elements < min_elements or excludes(exclude, slots[i].name)}
-        count = 1 if isinstance(process_group, LocalWorld) else BUCKETS
-        self.buckets = _cut(slots, [i for i in order if i not in dense], codec.ratio, count, coded=True)
-        self.buckets += _cut(slots, [i for i in order if i in dense], 1.0, count, coded=False, first=len(self.buckets))
-        self.places = {place.slot: place for bucket in self.buckets for place in bucket.places}
+        small = (
+            i for i, slot in enumerate(slots) if slot.info.elements < min_elements or excludes(exclude, slot.name)
+        )
+        self.overlap = overlap and not isinstance(process_group, LocalWorld)
+        self.buckets = cut(slots, set(small), codec.ratio, overlap=self.overlap)
         for bucket in self.buckets:
-            size = sum(place.length for place in bucket.places)
-            bucket.mine = [torch.zeros(size) for _ in replicas]
-            bucket.wire = [torch.zeros(size) for _ in replicas]
-        self.heads = [head.room() for _ in replicas]
-        named = {bucket.name: bucket.wire[0] for bucket in self.buckets} | {"head": self.heads[0]}
+            bucket.room(len(replicas))
+        self.heads = [wire[-HEAD:] for wire in self.buckets[-1].wire]
+        named = {bucket.name: bucket.wire[0] for bucket in self.buckets}
         self.exchange = Exchange(named, "dense", process_group, group_bytes=0, timeout=timeout)
         self.wires = (self.exchange,)
         self.draws = 0
         self.strikes = 0
-        self.overlap = overlap and self.exchange.runner is not None and self.exchange.runner.threaded
         self._scale = 1.0
         self._zeros = torch.zeros(0)
-        self._scratch = torch.zeros(max((place.length for place in self.places.values()), default=0))
+        self._scratch = torch.zeros(max(bucket.elements for bucket in self.buckets))
         self._hooks: list[Any] = []
-        if self.overlap:
-            for index, slot in enumerate(replicas[0].slots):
-                if index in self.places:
-                    hook = _hook(weakref.ref(self), index)
-                    self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        for bucket in self.buckets[:-1]:
+            for place in bucket.places:
+                parameter, hook = slots[place.slot].parameter, _hook(weakref.ref(self), bucket, place.slot)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self.expects_exchange = False
         self.open_round()
 
@@ -154,25 +124,23 @@ class Blocks:
     def open_round(self) -> None:
         """Draw the blocks of the next exchange."""
         slots = self.replicas[0].slots
-        self._groups = self.replicas[0].options()
         for bucket in self.buckets:
             bucket.begun, bucket.missing = False, {place.slot for place in bucket.places}
             for place in bucket.places:
-                slot = slots[place.slot]
-                place.start = draw(self.codec.seed, self.draws, slot.name, slot.info.elements) if bucket.coded else 0
+                if place.coded:
+                    slot = slots[place.slot]
+                    place.start = draw(self.codec.seed, self.draws, slot.name, slot.info.elements)
 
-    def arrived(self, index: int) -> None:
+    def arrived(self, bucket: Bucket, slot: int) -> None:
         """Backward has left the gradient of a slot; called by its hook."""
-        if not (self.overlap and self.expects_exchange):
-            return
-        place = self.places[index]
-        bucket = self.buckets[place.bucket]
-        if bucket.begun:
-            return  # a second backward: `step` will find that the gradient is another
-        view = self._view(0, index, self._groups[index], self._scale)
-        _pend(view, place, bucket.mine[0][place.offset : place.offset + place.length])
-        bucket.missing.discard(index)
+        if not (self.overlap and self.expects_exchange) or bucket.begun:
+            return  # begun: this is a second backward; `step` will find that the gradient is another
+        bucket.missing.discard(slot)
         if not bucket.missing:
+            groups = self.replicas[0].options()
+            for place in bucket.places:
+                view = self._view(0, place.slot, _numbers(groups[place.slot], self._scale))
+                _pend(view, place, bucket.mine[0][place.offset : place.offset + place.length])
             self._begin(bucket)
 
     def local(self, bad: Sequence[bool], scale: float) -> list[bool]:
@@ -195,13 +163,13 @@ class Blocks:
         views = [self._look(r, scale) for r in range(len(self.replicas))]
         stale = self._fill(views)
         flags = [own or _any_bad(mine, scale) for own, mine in zip(bad, views, strict=True)]
-        answer = self._finish(flags, stale)
+        answer = self._ask(flags, stale=stale)
         if answer.stale and not answer.bad:
             self._strike()
             for bucket in self.buckets:
                 bucket.begun = False
             self._fill(views)
-            answer = self._finish(flags, False)
+            answer = self._ask(flags, stale=False)
         else:
             self.strikes = 0
         self.draws += 1
@@ -223,27 +191,25 @@ class Blocks:
 
     def meet(self) -> None:
         """Come together with all ranks outside of a step; an error on all of them if some are in a step."""
-        for bucket in self.buckets:
+        for bucket in self.buckets[:-1]:
             self._begin(bucket)
-        for room in self.heads:
-            head.write(room, meets=True)
-        self.exchange.begin("head", self.heads)
-        self.exchange.end()
+        self._finish(head.MEETING for _ in self.replicas)
         head.read(self.heads[0], self.exchange.world.size, in_step=False)
         self.open_round()
 
     def _fill(self, views: Sequence[Sequence[View]]) -> bool:
-        """Hand over what was not handed over; whether something that was is not valid any more."""
+        """Hand over what was not handed over, all but the last; whether something that was is not valid any more."""
         stale = False
         for bucket in self.buckets:
             for mine, own in zip(bucket.mine, views, strict=True):
+                out = self._scratch if bucket.begun else mine
                 for place in bucket.places:
-                    kept = mine[place.offset : place.offset + place.length]
-                    out = self._scratch[: place.length] if bucket.begun else kept
-                    _pend(own[place.slot], place, out)
-                    if bucket.begun:
-                        stale |= not torch.equal(out.view(torch.int32), kept.view(torch.int32))
-            self._begin(bucket)
+                    _pend(own[place.slot], place, out[place.offset : place.offset + place.length])
+                if bucket.begun:
+                    again, before = (t[: bucket.elements].view(torch.int32) for t in (out, mine))
+                    stale |= not torch.equal(again, before)
+            if bucket is not self.buckets[-1]:
+                self._begin(bucket)
         return stale
 
     def _begin(self, bucket: Bucket) -> None:
@@ -254,30 +220,39 @@ class Blocks:
         bucket.begun = True
         self.exchange.begin(bucket.name, bucket.wire)
 
-    def _finish(self, flags: Sequence[bool], stale: bool) -> head.Head:
+    def _ask(self, flags: Sequence[bool], *, stale: bool) -> head.Head:
+        """Hand over the last bucket with the head, and wait for all means."""
         from ...kernels.cpu import updates
 
-        for r, room in enumerate(self.heads):
-            own = sum(updates.squares(bucket.mine[r].numpy()) for bucket in self.buckets if bucket.coded)
-            head.write(room, statistic=float("nan") if stale else own if own == own else 0.0, bad=flags[r])
-        self.exchange.begin("head", self.heads)
-        self.exchange.end()
+        words = []
+        for r, bad in enumerate(flags):
+            own = sum(updates.squares(bucket.mine[r][: bucket.coded].numpy()) for bucket in self.buckets)
+            words.append(head.words(statistic=NAN if stale else own if own == own else 0.0, bad=bad))
+        self._finish(words)
         return head.read(self.heads[0], self.exchange.world.size, in_step=True)
+
+    def _finish(self, words: Iterable[tuple[float, float]]) -> None:
+        last = self.buckets[-1]
+        for mine, said in zip(last.mine, words, strict=True):
+            mine[-HEAD:] = torch.tensor(said)
+        self._begin(last)
+        self.exchange.end()
 
     def _apply(self, views: Sequence[Sequence[View]], statistic: float) -> None:
         from ...kernels.cpu import updates
 
-        common = sum(updates.squares(bucket.wire[0].numpy()) for bucket in self.buckets if bucket.coded)
+        common = sum(updates.squares(bucket.wire[0][: bucket.coded].numpy()) for bucket in self.buckets)
         self.balance.observe(common, statistic)
         strength = self.balance.strength
         for r, replica in enumerate(self.replicas):
-            for i, place in self.places.items():
-                view = views[r][i]
-                shared = self._shared[r][i]
-                updates.advance(shared, view.error, view.momentum, view.gradient, view.point, view.options, strength)
-                mean = self.buckets[place.bucket].wire[r][place.offset : place.offset + place.length]
-                updates.settle(shared, view.error, view.point, place.start, mean.numpy())
-                _note_version(replica.slots[i])
+            for bucket in self.buckets:
+                for place in bucket.places:
+                    shared, view = self._shared[r][place.slot], views[r][place.slot]
+                    error, point = view.error, view.point
+                    updates.advance(shared, error, view.momentum, view.gradient, point, view.options, strength)
+                    mean = bucket.wire[r][place.offset : place.offset + place.length].numpy()
+                    updates.settle(shared, error, point, place.start, mean)
+                    _note_version(replica.slots[place.slot])
 
     # -- small things --------------------------------------------------------------------------------------------------
 
@@ -285,9 +260,10 @@ class Blocks:
         """What every slot of a replica holds at this moment."""
         _make_momenta(self.replicas[r])
         groups = self.replicas[r].options()
-        return [self._view(r, i, group, scale) for i, group in enumerate(groups)]
+        numbers = {id(group): _numbers(group, scale) for group in groups}
+        return [self._view(r, i, numbers[id(group)]) for i, group in enumerate(groups)]
 
-    def _view(self, r: int, index: int, group: dict[str, Any], scale: float) -> View:
+    def _view(self, r: int, index: int, options: Floats) -> View:
         slot = self.replicas[r].slots[index]
         momentum = self.replicas[r].optimizer.state[slot.point].get("momentum_buffer")
         gradient = slot.gradient()
@@ -296,7 +272,7 @@ class Blocks:
             np.empty(0, np.float32) if momentum is None else momentum.view(-1).numpy(),
             self._nothing(slot) if gradient is None else gradient.detach().contiguous().view(-1).numpy(),
             slot.point.detach().view(-1).numpy(),
-            _numbers(group, scale),
+            options,
         )
 
     def _nothing(self, slot: Slot) -> Floats:
@@ -360,33 +336,13 @@ def _note_version(slot: Slot) -> None:
     torch.autograd.graph.increment_version(slot.parameter)
 
 
-def _hook(reference: weakref.ref[Blocks], index: int) -> Callable[[Tensor], None]:
+def _hook(reference: weakref.ref[Blocks], bucket: Bucket, slot: int) -> Callable[[Tensor], None]:
     def arrive(parameter: Tensor) -> None:
         blocks = reference()
         if blocks is not None:
-            blocks.arrived(index)
+            blocks.arrived(bucket, slot)
 
     return arrive
-
-
-def _cut(
-    slots: Sequence[Slot], order: Sequence[int], ratio: float, count: int, *, coded: bool, first: int = 0
-) -> list[Bucket]:
-    """About `count` buckets of equal size, in order; none so small that its latency would rule."""
-    lengths = {i: max(1, int(slots[i].info.elements / ratio)) for i in order}
-    limit = max(SMALLEST_BUCKET, -(-sum(lengths.values()) // count))
-    if count == 1:
-        limit = max(1, sum(lengths.values()))
-    buckets: list[Bucket] = []
-    size = 0
-    for i in order:
-        if not buckets or size + lengths[i] > limit:
-            number = first + len(buckets)
-            buckets.append(Bucket(f"blocks {number}", coded, []))
-            size = 0
-        buckets[-1].places.append(Place(i, first + len(buckets) - 1, size, lengths[i]))
-        size += lengths[i]
-    return buckets
 
 
 def rehearse() -> None:

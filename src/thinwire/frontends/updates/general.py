@@ -48,7 +48,7 @@ class General:
         self.exchange = Exchange(
             named, codec, process_group, exclude=exclude, min_elements=min_elements, timeout=timeout, protected=True
         )
-        self.heads = [head.room() for _ in replicas]
+        self.heads = [torch.zeros(2) for _ in replicas]
         self.meetings = Exchange({"head": self.heads[0]}, "dense", process_group, timeout=timeout)
         self.wires = (self.meetings, self.exchange)
         self.expects_exchange = False
@@ -87,7 +87,8 @@ class General:
     def step(self, bad: Sequence[bool], scale: float) -> bool:
         """A step with its exchange; False if it is void on all ranks."""
         for r, replica in enumerate(self.replicas):
-            head.write(self.heads[r], statistic=self._sent[r], bad=bad[r] or _bad(replica))
+            said = head.words(statistic=self._sent[r], bad=bad[r] or _bad(replica))
+            self.heads[r].copy_(torch.tensor(said))
         self.meetings.reduce_([{"head": room} for room in self.heads])
         answer = head.read(self.heads[0], self.meetings.world.size, in_step=True)
         if answer.bad:
@@ -126,7 +127,7 @@ class General:
     def meet(self) -> None:
         """Come together with all ranks outside of a step; an error on all of them if some are in a step."""
         for room in self.heads:
-            head.write(room, meets=True)
+            room.copy_(torch.tensor(head.MEETING))
         self.meetings.reduce_([{"head": room} for room in self.heads])
         head.read(self.heads[0], self.meetings.world.size, in_step=False)
 

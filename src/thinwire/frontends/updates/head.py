@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ...errors import ExchangeError
 
 MEETS = 4096.0
 """Above the number of ranks, and 4095 times it is still exact in float32."""
+MEETING = (0.0, MEETS)
+"""What a rank says outside of steps."""
+LARGEST = 3.4e38
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,9 @@ class Head:
         return math.isnan(self.statistic)
 
 
-def room() -> Tensor:
-    return torch.zeros(2)
-
-
-def write(head: Tensor, *, statistic: float = 0.0, bad: bool = False, meets: bool = False) -> None:
-    head[0] = min(statistic, torch.finfo(torch.float32).max) if statistic == statistic else statistic
-    head[1] = MEETS if meets else float(bad)
+def words(*, statistic: float, bad: bool) -> tuple[float, float]:
+    """What a rank says in a step."""
+    return (min(statistic, LARGEST) if statistic == statistic else statistic), float(bad)
 
 
 def read(head: Tensor, world: int, *, in_step: bool) -> Head:
