@@ -56,6 +56,10 @@ class Balance:
     common: float = 0.0
     total: float = 0.0
     exchanges: int = 0
+    strength: float = FIRST
+
+    def __post_init__(self) -> None:
+        self.adopt()
 
     def observe(self, common: float, total: float) -> None:
         if not math.isfinite(common + total):
@@ -69,12 +73,11 @@ class Balance:
         """The best strength as far as it is known."""
         return self.common / self.total if self.total > 0.0 else None
 
-    @property
-    def strength(self) -> float:
-        fixed = self.feedback.strength
+    def adopt(self) -> float:
+        """Use what is known by now: from here on parameters are x - strength * e with this strength."""
+        fixed, measured = self.feedback.strength, self.measured
         if not isinstance(fixed, str):
-            return float(fixed)
-        measured = self.measured
-        if measured is None or self.exchanges < PATIENCE:
-            return FIRST
-        return min(1.0, max(SMALLEST, measured))
+            self.strength = float(fixed)
+        elif measured is not None and self.exchanges >= PATIENCE:
+            self.strength = min(1.0, max(SMALLEST, measured))
+        return self.strength

@@ -13,8 +13,9 @@ own, and two buffers as large as the blocks. Passes: one read for the finite tes
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,14 +28,14 @@ from torch import Tensor
 
 from ...codecs import RandomBlock
 from ...codecs.randomblock import draw
-from ...engine.exchange import Exchange
 from ...engine.layout import Exclude, excludes
-from ...errors import AttachError
+from ...engine.sums import Sums
+from ...errors import AttachError, ExchangeError
 from ...feedback import Balance
 from ...log import logger
 from ...schemes.world import LocalWorld
 from . import head
-from .buckets import HEAD, Bucket, Place, cut
+from .buckets import Bucket, Place, cut
 from .replica import Replica, Slot
 
 LIMIT = 1e30
@@ -102,9 +103,9 @@ class Blocks:
         self.buckets = cut(slots, set(small), codec.ratio, overlap=self.overlap)
         for bucket in self.buckets:
             bucket.room(len(replicas))
-        self.heads = [wire[-HEAD:] for wire in self.buckets[-1].wire]
-        named = {bucket.name: bucket.wire[0] for bucket in self.buckets}
-        self.exchange = Exchange(named, "dense", process_group, group_bytes=0, timeout=timeout)
+        self.heads = [torch.zeros(2) for _ in replicas]
+        named = {bucket.name: bucket.wire[0] for bucket in self.buckets} | {"head": self.heads[0]}
+        self.exchange = Sums(named, process_group, timeout=timeout)
         self.wires = (self.exchange,)
         self.draws = 0
         self.strikes = 0
@@ -112,7 +113,8 @@ class Blocks:
         self._zeros = torch.zeros(0)
         self._scratch = torch.zeros(max(bucket.elements for bucket in self.buckets))
         self._hooks: list[Any] = []
-        for bucket in self.buckets[:-1]:
+        self._seen: dict[int, tuple[int, int, float]] = {}
+        for bucket in self.buckets if self.overlap else ():
             for place in bucket.places:
                 parameter, hook = slots[place.slot].parameter, _hook(weakref.ref(self), bucket, place.slot)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -131,17 +133,30 @@ class Blocks:
                     slot = slots[place.slot]
                     place.start = draw(self.codec.seed, self.draws, slot.name, slot.info.elements)
 
-    def arrived(self, bucket: Bucket, slot: int) -> None:
+    def arrived(self, bucket: Bucket, index: int) -> None:
         """Backward has left the gradient of a slot; called by its hook."""
-        if not (self.overlap and self.expects_exchange) or bucket.begun:
+        if not self.overlap:
+            return
+        from ...kernels.cpu import updates
+
+        gradient = self.replicas[0].slots[index].gradient()
+        assert gradient is not None
+        # Tested while it is in the cache; `step` need not read it again, unless somebody changes it.
+        magnitude = updates.largest(gradient.detach().contiguous().view(-1).numpy())
+        self._seen[index] = (gradient.data_ptr(), gradient._version, magnitude)
+        if not self.expects_exchange or bucket.begun:
             return  # begun: this is a second backward; `step` will find that the gradient is another
-        bucket.missing.discard(slot)
-        if not bucket.missing:
-            groups = self.replicas[0].options()
-            for place in bucket.places:
-                view = self._view(0, place.slot, _numbers(groups[place.slot], self._scale))
-                _pend(view, place, bucket.mine[0][place.offset : place.offset + place.length])
-            self._begin(bucket)
+        bucket.missing.discard(index)
+        if bucket.missing:
+            return
+        groups = self.replicas[0].options()
+        # In order, because all ranks must send in the same: a bucket may be complete before the one in front of it.
+        for ready in itertools.takewhile(lambda bucket: not bucket.missing, self.buckets[:-1]):
+            if not ready.begun:
+                for place in ready.places:
+                    view = self._view(0, place.slot, _numbers(groups[place.slot], self._scale))
+                    _pend(view, place, ready.mine[0][place.offset : place.offset + place.length])
+                self._begin(ready)
 
     def local(self, bad: Sequence[bool], scale: float) -> list[bool]:
         """A step that no exchange follows; whether each replica took it."""
@@ -150,11 +165,11 @@ class Blocks:
         taken = []
         for r, replica in enumerate(self.replicas):
             views = self._look(r, scale)
-            taken.append(not (bad[r] or _any_bad(views, scale)))
+            taken.append(not (bad[r] or self._any_bad(r, views, scale)))
             if taken[-1]:
                 for slot, view in zip(replica.slots, views, strict=True):
                     updates.drift(view.error, view.momentum, view.gradient, view.point, view.options)
-                    _note_version(slot)
+                    torch.autograd.graph.increment_version(slot.parameter)
         return taken
 
     def step(self, bad: Sequence[bool], scale: float) -> bool:
@@ -162,10 +177,13 @@ class Blocks:
         self._scale = scale
         views = [self._look(r, scale) for r in range(len(self.replicas))]
         stale = self._fill(views)
-        flags = [own or _any_bad(mine, scale) for own, mine in zip(bad, views, strict=True)]
+        if stale:
+            self._seen.clear()
+        flags = [own or self._any_bad(r, views[r], scale) for r, own in enumerate(bad)]
         answer = self._ask(flags, stale=stale)
         if answer.stale and not answer.bad:
             self._strike()
+            self.exchange.end()
             for bucket in self.buckets:
                 bucket.begun = False
             self._fill(views)
@@ -173,10 +191,13 @@ class Blocks:
         else:
             self.strikes = 0
         self.draws += 1
-        if answer.bad == 0:
-            self._apply(views, answer.statistic)
+        if not answer.bad:
+            self._advance(views)  # while the last blocks are on the wire
+        self.exchange.end()
+        if not answer.bad:
+            self._settle(views, answer.statistic)
         self.open_round()
-        return answer.bad == 0
+        return not answer.bad
 
     def _strike(self) -> None:
         """What was sent during backward was in vain; all ranks know it, and give up together when it goes on."""
@@ -193,8 +214,8 @@ class Blocks:
         """Come together with all ranks outside of a step; an error on all of them if some are in a step."""
         for bucket in self.buckets[:-1]:
             self._begin(bucket)
-        self._finish(head.MEETING for _ in self.replicas)
-        head.read(self.heads[0], self.exchange.world.size, in_step=False)
+        self._say([head.MEETING for _ in self.replicas], in_step=False)
+        self.exchange.end()
         self.open_round()
 
     def _fill(self, views: Sequence[Sequence[View]]) -> bool:
@@ -221,38 +242,51 @@ class Blocks:
         self.exchange.begin(bucket.name, bucket.wire)
 
     def _ask(self, flags: Sequence[bool], *, stale: bool) -> head.Head:
-        """Hand over the last bucket with the head, and wait for all means."""
         from ...kernels.cpu import updates
 
         words = []
         for r, bad in enumerate(flags):
             own = sum(updates.squares(bucket.mine[r][: bucket.coded].numpy()) for bucket in self.buckets)
             words.append(head.words(statistic=NAN if stale else own if own == own else 0.0, bad=bad))
-        self._finish(words)
-        return head.read(self.heads[0], self.exchange.world.size, in_step=True)
+        return self._say(words, in_step=True)
 
-    def _finish(self, words: Iterable[tuple[float, float]]) -> None:
-        last = self.buckets[-1]
-        for mine, said in zip(last.mine, words, strict=True):
-            mine[-HEAD:] = torch.tensor(said)
-        self._begin(last)
-        self.exchange.end()
+    def _say(self, words: Sequence[tuple[float, float]], *, in_step: bool) -> head.Head:
+        """Exchange the heads, and begin the last bucket, which need not be there to know what all ranks say."""
+        for room, said in zip(self.heads, words, strict=True):
+            room.copy_(torch.tensor(said))
+        self.exchange.begin("head", self.heads)
+        self._begin(self.buckets[-1])
+        self.exchange.wait("head")
+        return head.read(self.heads[0], self.exchange.world.size, in_step=in_step)
 
-    def _apply(self, views: Sequence[Sequence[View]], statistic: float) -> None:
+    def _advance(self, views: Sequence[Sequence[View]]) -> None:
         from ...kernels.cpu import updates
 
-        common = sum(updates.squares(bucket.wire[0][: bucket.coded].numpy()) for bucket in self.buckets)
-        self.balance.observe(common, statistic)
-        strength = self.balance.strength
+        strength = self.balance.adopt()
+        for shared, own in zip(self._shared, views, strict=True):
+            for x, view in zip(shared, own, strict=True):
+                arrays = (x, view.error, view.momentum, view.gradient, view.point)
+                if not updates.advance(*arrays, view.options, strength):
+                    raise ExchangeError(
+                        "an update is not finite though its gradient was: was the gradient changed behind torch's back, "
+                        "through .data or numpy? Go on from a checkpoint"
+                    )
+
+    def _settle(self, views: Sequence[Sequence[View]], statistic: float) -> None:
+        from ...kernels.cpu import updates
+
         for r, replica in enumerate(self.replicas):
             for bucket in self.buckets:
+                wire = bucket.wire[r].numpy()
                 for place in bucket.places:
-                    shared, view = self._shared[r][place.slot], views[r][place.slot]
-                    error, point = view.error, view.point
-                    updates.advance(shared, error, view.momentum, view.gradient, point, view.options, strength)
-                    mean = bucket.wire[r][place.offset : place.offset + place.length].numpy()
-                    updates.settle(shared, error, point, place.start, mean)
-                    _note_version(replica.slots[place.slot])
+                    view = views[r][place.slot]
+                    mean = wire[place.offset : place.offset + place.length]
+                    updates.settle(self._shared[r][place.slot], view.error, view.point, place.start, mean)
+            for slot in replica.slots:
+                # Tell autograd that the parameter was changed behind its back, as any in-place operation does.
+                torch.autograd.graph.increment_version(slot.parameter)
+        common = sum(updates.squares(bucket.wire[0][: bucket.coded].numpy()) for bucket in self.buckets)
+        self.balance.observe(common, statistic)
 
     # -- small things --------------------------------------------------------------------------------------------------
 
@@ -274,6 +308,19 @@ class Blocks:
             slot.point.detach().view(-1).numpy(),
             options,
         )
+
+    def _any_bad(self, r: int, views: Sequence[View], scale: float) -> bool:
+        from ...kernels.cpu import updates
+
+        seen, self._seen = self._seen, {}
+        for index, (slot, view) in enumerate(zip(self.replicas[r].slots, views, strict=True)):
+            gradient = slot.parameter.grad
+            place, version, magnitude = seen.get(index, (0, 0, 0.0))
+            if gradient is None or (place, version) != (gradient.data_ptr(), gradient._version):
+                magnitude = updates.largest(view.gradient)
+            if not magnitude <= LIMIT / scale:
+                return True
+        return False
 
     def _nothing(self, slot: Slot) -> Floats:
         """The gradient of a parameter that backward did not meet: zero, so that momentum and error go on."""
@@ -318,22 +365,11 @@ def _pend(view: View, place: Place, out: Tensor) -> None:
     updates.pending(view.error, view.momentum, view.gradient, view.point, view.options, place.start, out.numpy())
 
 
-def _any_bad(views: Sequence[View], scale: float) -> bool:
-    from ...kernels.cpu import updates
-
-    return not all(updates.largest(view.gradient) <= LIMIT / scale for view in views)
-
-
 def _make_momenta(replica: Replica) -> None:
     """Momentum lives where SGD keeps it, and begins at zero, as SGD's does."""
     for slot, group in zip(replica.slots, replica.options(), strict=True):
         if group["momentum"] and replica.optimizer.state[slot.point].get("momentum_buffer") is None:
             replica.optimizer.state[slot.point]["momentum_buffer"] = torch.zeros_like(slot.shared)
-
-
-def _note_version(slot: Slot) -> None:
-    """Tell autograd that the parameter was changed behind its back, as any in-place operation does."""
-    torch.autograd.graph.increment_version(slot.parameter)
 
 
 def _hook(reference: weakref.ref[Blocks], bucket: Bucket, slot: int) -> Callable[[Tensor], None]:

@@ -14,7 +14,6 @@ EARLY = (0.4, 0.3, 0.2)
 """Shares of all blocks that are sent during backward. Few, since each sum costs a core up to a millisecond; the last ones
 small, since backward hides nothing of what is sent at its end."""
 SMALLEST = 4096
-HEAD = 2
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Place:
 class Bucket:
     """Blocks that travel together. `mine` is what this rank handed over, `wire` becomes the mean; one of each a replica.
 
-    The last bucket ends in tensors that are sent whole, and in the two floats of the head.
+    The last bucket ends in tensors that are sent whole.
     """
 
     name: str
@@ -74,5 +73,4 @@ def cut(slots: Sequence[Slot], dense: Collection[int], ratio: float, *, overlap:
     for slot in order:
         if slot in dense:
             buckets[-1].add(slot, slots[slot].info.elements, False)
-    buckets[-1].elements += HEAD
     return buckets

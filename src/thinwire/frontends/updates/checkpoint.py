@@ -59,6 +59,7 @@ class Meta(msgspec.Struct, forbid_unknown_fields=True):
     common: float
     total: float
     exchanges: int
+    strength: float
     options: list[dict[str, Value]]
     numbers: dict[str, dict[str, float | int | bool]]
 
@@ -125,6 +126,7 @@ def _meta(opt: LocalUpdates, replica: Replica, rank: int, *, folded: bool) -> Me
         common=balance.common,
         total=balance.total,
         exchanges=balance.exchanges,
+        strength=balance.strength,
         options=[_options(group) for group in replica.optimizer.param_groups],
         numbers={
             slot.name: {
@@ -178,6 +180,8 @@ def load(opt: LocalUpdates, saved: Mapping[str, Any]) -> None:
     opt._local = meta.local
     balance = opt._balance
     balance.common, balance.total, balance.exchanges = meta.common, meta.total, meta.exchanges
+    if balance.feedback.automatic:
+        balance.strength = meta.strength
     if is_folded:
         opt._way.forget(meta.draws)
     else:
@@ -270,6 +274,8 @@ def _read_meta(opt: LocalUpdates, saved: Mapping[str, Any], owner: str, rank: in
         raise StateError(f"the parameter {odd[0]!r} is only in {where}")
     if meta.folded != (owner == "folded"):
         raise StateError(f"{key!r} says of itself that it is {'folded' if meta.folded else 'of one rank'}")
+    if not 0.0 <= meta.strength <= 1.0:
+        raise StateError(f"{key!r} has a strength of {meta.strength}")
     if min(meta.steps, meta.skipped, meta.local_skipped, meta.local, meta.draws, meta.exchanges) < 0:
         raise StateError(f"{key!r} has a negative count")
     if meta.folded:

@@ -21,6 +21,7 @@ from ...codecs import Codec, GatheredCodec
 from ...engine.exchange import Exchange
 from ...engine.layout import Exclude
 from ...engine.member import all_finite
+from ...engine.sums import Sums
 from ...errors import AttachError
 from ...feedback import Balance
 from ...log import logger
@@ -49,7 +50,7 @@ class General:
             named, codec, process_group, exclude=exclude, min_elements=min_elements, timeout=timeout, protected=True
         )
         self.heads = [torch.zeros(2) for _ in replicas]
-        self.meetings = Exchange({"head": self.heads[0]}, "dense", process_group, timeout=timeout)
+        self.meetings = Sums({"head": self.heads[0]}, process_group, timeout=timeout)
         self.wires = (self.meetings, self.exchange)
         self.expects_exchange = False
         self.moved = False
@@ -115,7 +116,7 @@ class General:
         errors_after = self.errors
         if self.balance.feedback.automatic and not void:
             self._measure_after(updates, errors_after)
-        strength = self.balance.strength
+        strength = self.balance.adopt()
         for replica, errors, means in zip(self.replicas, errors_after, updates, strict=True):
             for slot, error in zip(replica.slots, errors, strict=True):
                 if not void:

@@ -17,6 +17,7 @@ from thinwire.kernels.cpu._jit import kernel
 Floats = NDArray[np.float32]
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
+_LARGEST = np.float32(np.finfo(np.float32).max)
 
 
 @kernel
@@ -75,13 +76,15 @@ def advance(
     point: Floats,
     options: Floats,
     strength: float,
-) -> None:
+) -> bool:
     """The step that an exchange follows: momentum, error += update, point = shared - strength * error.
 
+    False if an error is not finite afterwards.
     Memory: one pass (4 reads, 3 writes; one read more with decay, one read and one write less without momentum).
     """
     lr, mu, decay, scale, nesterov = options[0], options[1], options[2], options[3], options[4] != 0.0
     with_momentum, with_decay, factor = momentum.size != 0, decay != 0.0, np.float32(strength)
+    bad = False
     for i in range(error.size):
         d = gradient[i] * scale
         if with_decay:
@@ -91,8 +94,10 @@ def advance(
             momentum[i] = m
             d = d + mu * m if nesterov else m
         total = error[i] + lr * d
+        bad |= not (abs(total) <= _LARGEST)
         error[i] = total
         point[i] = shared[i] - factor * total
+    return not bad
 
 
 @kernel

@@ -53,12 +53,13 @@ def advance(
     point: Tensor,
     options: Tensor,
     strength: float,
-) -> None:
-    """Momentum, error += update, point = shared - strength * error."""
+) -> bool:
+    """Momentum, error += update, point = shared - strength * error; whether the error is finite."""
     moved, update = step(momentum, gradient, point, options)
     momentum.copy_(moved)
     error.add_(update)
     point.copy_(detached(shared, error, strength))
+    return bool(torch.isfinite(error).all())
 
 
 def drift(error: Tensor, momentum: Tensor, gradient: Tensor, point: Tensor, options: Tensor) -> None:
