@@ -65,14 +65,14 @@ def test_what_is_sent_and_what_is_kept_are_what_there_was(nesterov: bool) -> Non
             assert torch.equal(parameters(model), shared(opt) - 0.3 * errors(opt, rank))
 
 
-@pytest.mark.parametrize("ratio", [1, 8, 64, 1000])
+@pytest.mark.parametrize("ratio", [1, 8, 1000])
 @pytest.mark.parametrize(
     "feedback", [thinwire.Plain(), thinwire.Detached(0.3), thinwire.Detached(1), thinwire.Detached("auto")]
 )
 def test_the_settled_model_moves_by_the_mean_momentum(ratio: int, feedback: thinwire.Detached) -> None:
     models, opt = make(K, f"randomblock(ratio={ratio})", feedback=feedback, min_elements=20)
     schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
-    for step in range(70 if feedback.automatic else 20):
+    for step in range(60 if feedback.automatic else 8):
         before, lr = settled(opt), opt.param_groups[0]["lr"]
         train(models, opt, range(step, step + 1))
         mean = torch.stack([momentum(opt, r).double() for r in range(K)]).mean(0)
@@ -232,23 +232,42 @@ def test_a_recorded_path() -> None:
     assert torch.allclose(torch.tensor(path), torch.tensor(RECORDED), rtol=0, atol=1e-6), path
 
 
-RECORDED: list[list[float]] = []
+RECORDED = [
+    [1.0, -1.1899999],
+    [0.7777, -1.1899999],
+    [0.64378, -1.1899999],
+    [0.64378, 1.2180003],
+    [0.64378, 1.0870104],
+    [0.64378, 0.5967113],
+    [0.64378, 0.1228772],
+    [0.64378, -0.1531907],
+]
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.3])
 def test_the_law_of_stability(strength: float) -> None:
-    """On a quadratic the mean square shrinks below lr * curvature = delta / (1 - 2 * strength) and grows above it."""
-    delta, size, steps = 1 / 32, 9600, 320
-    for factor, grows in ((0.8, False), (1.25, True)):
-        squares = 0.0
-        for seed in range(3):
+    """On a quadratic the mean square shrinks below lr * curvature = delta / (1 - 2 * strength) and grows above it.
+
+    From one visit of an element to the next, its error being 0 in between, x is multiplied by a factor that depends on how
+    long it waits. What decides is the mean of its square.
+    """
+    delta, size, steps = 1 / 32, 3200, 600
+    means = {}
+    for factor in (0.8, 1.25):
+        squares = []
+        for seed in range(4):
             models, opt = make(
                 1, f"randomblock(ratio=32, seed={seed})", model=lambda: Vector(torch.ones(size)),
                 options={"lr": factor * delta / (1 - 2 * strength)}, feedback=thinwire.Detached(strength),
             )  # fmt: skip
+            waiting = torch.ones(size, dtype=torch.bool)
             for _ in range(steps):
+                visited = _blocks(opt) & waiting
                 models[0].weight.grad = models[0].weight.detach().clone()
                 opt.step()
-            squares += float(shared(opt).double().square().mean()) / 3
-        assert (squares > 2.0) is grows, squares
-        assert (squares < 0.5) is not grows, squares
+                squares.append(shared(opt)[visited].double().square())
+                waiting &= ~visited
+            assert not waiting.any()
+        means[factor] = float(torch.cat(squares).mean())
+    assert means[0.8] < 0.9, means
+    assert means[1.25] > 1.1, means

@@ -223,14 +223,14 @@ class LocalUpdates(Optimizer):
         if self._failure is not None:
             raise ExchangeError(f"these local updates have failed: {self._failure}") from self._failure
 
-    def _meet(self, purpose: str, **facts: Any) -> None:
+    def _meet(self, purpose: str) -> None:
         """Come together with all ranks, for the same purpose."""
         self._usable()
         with self._closing():
             self._way.meet()
             if isinstance(self.exchange.world, TorchWorld):
                 try:
-                    agree(self.exchange.world.parent, {"purpose": purpose, **facts})
+                    agree(self.exchange.world.parent, {"purpose": purpose})
                 except AttachError as error:
                     raise ExchangeError(str(error)) from error
 
@@ -253,7 +253,7 @@ class LocalUpdates(Optimizer):
             raise ExchangeError(f"at({where!r}) inside of at({self._place!r})")
         averages = buffers and bool(self._replicas[0].buffers)
         if where == "settled" or averages:
-            self._meet(f"at({where!r})", buffers=averages)
+            self._meet(f"at({where!r}){' and means of buffers' if averages else ''}")
         # In the middle of a period the parameters cannot be computed from x and e.
         keep = self._local > 0
         points = [[slot.point.detach().clone() if keep else None for slot in r.slots] for r in self._replicas]
