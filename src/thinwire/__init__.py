@@ -22,7 +22,9 @@ from .codecs import (
 from .engine.exchange import Exchange
 from .engine.wire import Wire
 from .errors import ThinwireError
+from .feedback import Detached, Plain
 from .frontends.ddp import attach
+from .frontends.updates import LocalUpdates
 from .schemes.world import LocalWorld
 from .version import __version__
 
@@ -40,12 +42,15 @@ __all__ = [
     "Cast",
     "Codec",
     "Dense",
+    "Detached",
     "Exchange",
     "Int8",
     "LaplaceTopK",
+    "LocalUpdates",
     "LocalWorld",
     "LowRank",
     "MiCRO",
+    "Plain",
     "RandomBlock",
     "RandomK",
     "SIDCo",

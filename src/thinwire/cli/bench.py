@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..codecs import CODECS
+from ..lab.methods import updates_of
 from ..lab.netns import format_rate
 from ..lab.results import result, write
 from .console import console, errors, failure, output
@@ -37,23 +38,38 @@ def kernels(
 ) -> None:
     """Encode and decode of every codec, beside `residual.add_(gradient)` and what a user would write, on one core.
 
-    Example: thinwire bench kernels --elements 5e6 --codec 'micro(density=0.01)' --codec adacomp
+    And whole steps of local updates without the wire, beside those of `torch.optim.SGD(momentum=0.9, foreach=True)`.
+
+    Example: thinwire bench kernels --elements 5e6 --codec 'micro(density=0.01)' --codec 'updates(randomblock(ratio=64), 0.3)'
     """
     if not 0.0 < density <= 1.0:
         raise failure(f"the density must be above 0 and at most 1, not {density}")
     from ..lab import bench_kernels
 
     with errors():
-        chosen = [(text, ranks) for text in codec] if codec else bench_kernels.default_codecs(density, ranks)
+        updates = [text for text in codec or bench_kernels.UPDATES if updates_of(text) is not None]
+        codec = [text for text in codec if text not in updates] if codec else None
+        chosen = [] if codec == [] else bench_kernels.default_codecs(density, ranks)
+        chosen = [(text, ranks) for text in codec] if codec else chosen
         chosen = [(text, count) for text, count in chosen if text.split("(")[0] in CODECS or codec]
         total = bench_kernels.WARM_UP + repetitions
         with Progress(console=console) as progress:
             task = progress.add_task("rounds", total=total)
             rows = bench_kernels.run(
-                int(elements), density, ranks, repetitions, chosen, lambda: progress.advance(task)
+                int(elements), density, ranks, repetitions, chosen, lambda: progress.advance(task), updates
             )
         table = Table(title=f"{int(elements):,} elements, density {density:g}, one core, medians of {repetitions}")
-        for column in ("codec", "ranks", "phase", "ms", "x add_", "faster than topk", "bits a place", "x entropy"):
+        for column in (
+            "codec",
+            "ranks",
+            "phase",
+            "ms",
+            "x add_",
+            "faster than topk",
+            "bits a place",
+            "x entropy",
+            "x SGD",
+        ):
             table.add_column(column, justify="left" if column in ("codec", "phase") else "right")
         for row in rows:
             bits = row["bits_per_selected"]
@@ -66,6 +82,7 @@ def kernels(
                 f"{row['speedup_over_topk']:.1f}",
                 f"{bits:.2f}" if bits else "",
                 f"{bits / row['entropy_bits']:.3f}" if bits else "",
+                _number(row["ratio_to_sgd"], "{:.2f}"),
             )
         output.print(table)
         if json_file is not None:
@@ -82,7 +99,8 @@ def step(
         str,
         typer.Option(
             help="Only these: none (no communication), noop (a hook that sends nothing), fp32 (plain DDP), fp16, bf16, "
-            "powersgd1, powersgd4, int8-hook, topk-hook, or texts of codecs. @4 after one gives it buckets of 4 MB."
+            "powersgd1, powersgd4, int8-hook, topk-hook, texts of codecs, or local updates: updates(CODEC, STRENGTH, "
+            "period=STEPS). @4 after one gives DDP buckets of 4 MB."
         ),
     ] = "all",
     rounds: Annotated[int, typer.Option(help="How often every method is visited.", min=1)] = 10,
@@ -104,6 +122,8 @@ def step(
     Examples:
 
     thinwire bench step --rates 1gbit --methods "none,fp32,fp16,micro(density=0.01)"
+
+    thinwire bench step --rates 100mbit --methods "none,updates(randomblock(ratio=64), 0.3, period=8)"
 
     thinwire bench step --workload gpt-small --nodes 2,4,8,16 --rates none --methods "fp32,topk-hook,micro" --rounds 2
     """

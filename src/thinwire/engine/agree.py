@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,17 +50,26 @@ def problem_of(error: Exception) -> str:
 
 
 def compile_kernels(group: dist.ProcessGroup | None, codec: Codec, chain: str = "") -> None:
-    """Compile what the codec needs before training begins: local rank 0 first, the others then find it on disk."""
+    """Compile what the codec needs before training begins."""
+
+    def work() -> None:
+        if str(codec) not in _rehearsed:  # chains need no other kernels
+            rehearse(codec, chain)
+        _rehearsed.add(str(codec))
+
+    take_turns(group, work, f"{codec} fails in a rehearsal on 5000 elements")
+
+
+def take_turns(group: dist.ProcessGroup | None, work: Callable[[], None], problem: str) -> None:
+    """Let local rank 0 do something first, the others then find it on disk; raise on every rank if it fails on one."""
     failure: str | None = None
     first = int(os.environ.get("LOCAL_RANK", dist.get_rank(group))) == 0
     for turn in (True, False):
         if first is turn:
             try:
-                if str(codec) not in _rehearsed:  # chains need no other kernels
-                    rehearse(codec, chain)
-                _rehearsed.add(str(codec))
+                work()
             except Exception as error:
-                failure = f"{codec} fails in a rehearsal on 5000 elements: {type(error).__name__}: {error}"
+                failure = f"{problem}: {type(error).__name__}: {error}"
         agree(group, {}, failure)
 
 

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs import Codec
-from ..errors import AttachError, ExchangeError
+from ..errors import AttachError, ExchangeError, WireClosed
 from ..schemes.chain import choose
-from ..schemes.world import LocalWorld, TorchWorld, ranks_per_node
+from ..schemes.world import Collective, LocalWorld, TorchWorld, ranks_per_node
 from .agree import agree, compile_kernels, problem_of
 from .layout import Exclude, Layout, TensorInfo, build, describe, excluded
+from .runner import SLICE_SECONDS
 from .wire import Wire
 
 GROUP_BYTES = 16 << 20
@@ -27,6 +28,8 @@ class Exchange(Wire):
 
     `process_group` may also be a `LocalWorld(n)`: then all n ranks live in this process, and `reduce_` takes one set of
     tensors for each. Making one is a collective. Every rank must give the same names, shapes and codec.
+
+    `protected` keeps a copy of the residuals, so that a void step leaves them as they were, bit for bit.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Exchange(Wire):
         min_elements: int = 1024,
         group_bytes: int = GROUP_BYTES,
         timeout: timedelta | None = None,
+        protected: bool = False,
     ) -> None:
         error: str | None = None
         tensors: list[TensorInfo] = []
@@ -72,8 +76,9 @@ class Exchange(Wire):
             compile_kernels(process_group, codec, text)
             world = TorchWorld(process_group, 1, timeout, *ranks_per_node(process_group))
         assert isinstance(codec, Codec)
-        super().__init__(world, codec, tensors, chain=text)
+        super().__init__(world, codec, tensors, chain=text, protected=protected)
         self._names = tuple(tensor.name for tensor in tensors)
+        self._waiting = _Waiting(0)
         self._check_nodes(text)
         world.prepare(layout.places(self._place()))
         self.freeze(layout)
@@ -98,29 +103,64 @@ class Exchange(Wire):
                 mine = given[tensor.name]
                 if describe(tensor.name, mine, tensor.kind) != tensor or not mine.is_contiguous():
                     raise ExchangeError(f"{tensor.name!r} must be contiguous, {tensor.dtype}, of shape {tensor.shape}")
+        for name in self._names:
+            self.begin(name, [given[name] for given in ranks])
+        self.end()
+
+    def begin(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Hand over one tensor, contiguous, of each rank in this process; after all of them, `end` waits for the means."""
+        assert self.runner is not None
+        if not self._waiting.left:
+            self._waiting = _Waiting(len(self._names))
+        self.runner.submit((name,), [tensor.detach().view(-1) for tensor in tensors], self._waiting.done)
+
+    def end(self) -> None:
+        """Wait until every tensor that was handed over holds its mean."""
+        assert self.runner is not None
         if not self._names:
             return
-        left, errors, finished = len(self._names), list[BaseException](), threading.Event()
-
-        def done(error: BaseException | None) -> None:
-            nonlocal left
-            left -= 1
-            if error is not None:
-                errors.append(error)
-            if left == 0 or error is not None:
-                finished.set()
-
-        for name in self._names:
-            self.runner.submit((name,), [given[name].detach().view(-1) for given in ranks], done)
-        if not self.runner.threaded and not finished.is_set():
+        waiting = self._waiting
+        if not self.runner.threaded and not waiting.finished.is_set():
             raise ExchangeError("the step did not come to its end, though all tensors were given")
         try:
-            finished.wait()
+            waiting.finished.wait()
         except BaseException:
             self.runner.close(ExchangeError("interrupted"))
             raise
-        if errors:
-            raise errors[0]
+        if waiting.error is not None:
+            raise waiting.error
+
+    def average_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace one tensor of each rank in this process by its plain mean, outside of any step. Every rank calls it alike."""
+        if self.error is not None:
+            raise WireClosed(f"this wire is closed: {self.error}") from self.error
+        woken = threading.Event()
+        pending = self.world.issue(0, [Collective("average", tensor) for tensor in tensors], woken.set)
+        try:
+            while not pending.done():
+                woken.wait(SLICE_SECONDS)
+            pending.check()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, RuntimeError):
+                place = f"all-reduce (average) outside of steps, rank {self.world.members[0]}"
+                raise ExchangeError(f"{place}: {error}") from error
+            raise
+
+
+class _Waiting:
+    """The tensors of one step that have no mean yet."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.error: BaseException | None = None
+        self.finished = threading.Event()
+
+    def done(self, error: BaseException | None) -> None:
+        self.left -= 1
+        self.error = self.error or error
+        if self.left == 0 or error is not None:
+            self.finished.set()
 
 
 def _check(tensors: Sequence[TensorInfo], codec: object) -> None:

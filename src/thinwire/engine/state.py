@@ -234,7 +234,7 @@ def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
 
     def take(field: str, parameter: ParameterInfo, inside: slice, target: Tensor) -> None:
         like = torch.empty(parameter.shape, dtype=target.dtype)
-        saved = _tensor_of(state, f"rank{meta.rank}.{field}.{parameter.name}", like)
+        saved = tensor_of(state, f"rank{meta.rank}.{field}.{parameter.name}", like)
         copies.append((target, saved.reshape(-1)[inside]))
 
     for number, parameter, inside, target in member.residuals.pieces():
@@ -259,7 +259,7 @@ def restore(runner: Runner, state: Mapping[str, Any], meta: Meta) -> None:
         for parameter in run.info.parameters:
             key = f"rank{meta.rank}.carry.{parameter.name}"
             if key in state:
-                left[parameter.name] = _tensor_of(state, key, torch.empty(parameter.shape))
+                left[parameter.name] = tensor_of(state, key, torch.empty(parameter.shape))
     for run, saved_capacities in zip(member.groups, meta.capacities, strict=True):
         if len(saved_capacities) != len(_capacities(run)):
             raise StateError(
@@ -297,7 +297,8 @@ def _views(
         yield parameter, slice(first, first + piece.elements), flat[piece.offset : piece.offset + piece.elements]
 
 
-def _tensor_of(state: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
+def tensor_of(state: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
+    """A saved tensor that can be copied to `like`, or an error that names it."""
     saved = state.get(key)
     if not _is_like(saved, like):
         found = "missing" if saved is None else _describe(saved)

@@ -95,6 +95,12 @@ def attach(
     return wire
 
 
+def attached(module: DistributedDataParallel) -> Codec | None:
+    """The codec of the wire that is attached to a module, if there is one."""
+    wire = _wires.get(module)
+    return None if wire is None else wire.codec
+
+
 def _check(module: DistributedDataParallel, codec: Codec, min_elements: int) -> None:
     if not isinstance(codec, Codec):
         raise AttachError(

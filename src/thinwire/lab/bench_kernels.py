@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,8 +23,11 @@ from ..codecs import Codec, parse
 from ..engine.layout import build, describe
 from ..engine.member import Member
 from ..schemes.world import Collective, LocalWorld
+from . import bench_updates
+from .methods import updates_of
 
 WARM_UP = 8
+UPDATES = ("updates(randomblock(ratio=64), 0.3)",)
 
 
 def default_codecs(density: float, ranks: int) -> list[tuple[str, int]]:
@@ -204,8 +207,9 @@ def run(
     repetitions: int,
     codecs: list[tuple[str, int]],
     progress: Callable[[], None] = lambda: None,
+    updates: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Rows as in the result file."""
+    """Rows as in the result file. `updates` are texts of local updates, whose whole steps are set beside SGD's."""
     torch.set_num_threads(1)
     gradients = gradients_of(elements)
     k = max(1, round(density * elements))
@@ -253,6 +257,7 @@ def run(
             "speedup_over_topk": slow / median,
             "bits_per_selected": statistics.median(bits) if bits else None,
             "entropy_bits": entropy_bits(density) + value_bits if bits else None,
+            "ratio_to_sgd": None,
         }
 
     rows = [row("none", phase, 1, seconds, [], 0) for phase, seconds in plain.items()]
@@ -263,4 +268,10 @@ def run(
         for phase, seconds in codec.seconds.items():
             bits = codec.bits if phase == "encode" and value_bits else []
             rows.append(row(codec.text, phase, codec.ranks, seconds, bits, value_bits))
+    for text in updates:
+        method = updates_of(text)
+        assert method is not None
+        ours, theirs, _ = bench_updates.run(elements, method, repetitions)
+        rows.append(row("none", "sgd", 1, theirs, [], 0))
+        rows.append(row(text, "step", 1, ours, [], 0) | {"ratio_to_sgd": bench_updates.ratio(ours, theirs)})
     return rows

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import ThinwireError
 from .cluster import Cluster
+from .methods import EXAMPLE, updates_of
 from .netns import LabError, format_rate, parse_rate
 
 PACKET_OVERHEAD = 66  # Ethernet 14, IPv4 20, TCP 20 with its time stamps 12
@@ -42,6 +43,8 @@ METHODS = (
     "randomblock",
     "cast",
     "dense",
+    "updates(randomblock(ratio=64), 0.3)",
+    "updates(randomblock(ratio=64), 0.3, period=8)",
 )
 
 
@@ -139,12 +142,12 @@ def check(options: Options) -> None:
             raise LabError(
                 f"{method!r}: what follows the @ is the size of DDP's buckets in MB, as in 'fp32@4'"
             ) from None
-        if name not in (CEILING, BASE, *PEER_NAMES):
+        if name not in (CEILING, BASE, *PEER_NAMES) and updates_of(name) is None:
             try:
                 choose(name)
             except ThinwireError as error:
                 names = ", ".join((CEILING, BASE, *PEER_NAMES))
-                raise LabError(f"{error}; or one of the methods {names}") from None
+                raise LabError(f"{error}; or one of the methods {names}, {EXAMPLE}") from None
 
 
 def total_visits(options: Options, clusters: int = 1) -> int:
@@ -250,6 +253,7 @@ def _row(run: Run, phase: Phase, method: str, options: Options) -> dict[str, Any
         "rate": phase.rate,
         "method": method,
         "seconds": seconds,
+        "mean_seconds": statistics.mean(value for visit in visits for value in visit.seconds),
         "ci_low": low,
         "ci_high": high,
         "ratio_to_ceiling": seconds / ceiling if ceiling else None,

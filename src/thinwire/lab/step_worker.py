@@ -26,6 +26,7 @@ import thinwire
 
 from ..engine.wire import Wire
 from .bench_step import name_and_size
+from .methods import updates_of
 from .peers import ONE_BUCKET_MB, PEERS
 from .workloads import Workload, load
 
@@ -40,6 +41,13 @@ class Contestant:
     optimizer: torch.optim.Optimizer
     wire: Wire | None
     steps: int = 0
+
+    @property
+    def steps_of_wire(self) -> int:
+        """Steps that its traffic belongs to: local updates also take some without any."""
+        if isinstance(self.optimizer, thinwire.LocalUpdates):
+            return self.optimizer.steps
+        return self.wire.runner.statistics.steps if self.wire is not None and self.wire.runner is not None else 0
 
     def step(self, work: Workload, rank: int) -> tuple[float, float]:
         """Forward, backward and optimizer; its seconds, and those of the processor in all threads."""
@@ -56,6 +64,11 @@ def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool
     """`method` is a name of `bench_step`, or the text of a codec; `@4` after it gives DDP buckets of 4 MB."""
     name, own = name_and_size(method)
     model = work.model()
+    updates = updates_of(name)
+    if updates is not None:
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = thinwire.LocalUpdates(inner, model, updates.codec, updates.feedback, updates.period)
+        return Contestant(model, optimizer, optimizer.exchange)
     wire: Wire | None = None
     module = model
     if name != "none":
@@ -82,13 +95,14 @@ def sent(interface: str) -> tuple[int, int]:
     return 0, 0
 
 
-def handed_over(wire: Wire | None) -> tuple[float, float, float]:
+def handed_over(contestant: Contestant) -> tuple[float, float, float]:
     """Steps so far, bytes that this rank has handed to collectives in them, and what these should have put on its link."""
+    wire = contestant.wire
     if wire is None or wire.runner is None:
         return 0, 0, 0
     statistics = wire.runner.statistics
     traffic = sum(size for group in statistics.groups for scope, size in group.traffic.items() if scope != "intra")
-    return statistics.steps, statistics.bytes, traffic
+    return contestant.steps_of_wire, statistics.bytes, traffic
 
 
 class Judge:
@@ -105,7 +119,7 @@ class Judge:
     def visit(self, contestant: Contestant, steps: int) -> dict[str, Any]:
         """Some steps of one method. Seconds are those of the slowest rank, the rest is a list over ranks or a mean."""
         seconds, cpu = [], 0.0
-        before = handed_over(contestant.wire)
+        before = handed_over(contestant)
         self.barrier()
         bytes_before, packets_before = sent(self.interface)
         for _ in range(steps):
@@ -116,7 +130,7 @@ class Judge:
             seconds.append(slowest.item())
         self.barrier()
         bytes_after, packets_after = sent(self.interface)
-        wire = [now - then for now, then in zip(handed_over(contestant.wire), before, strict=True)]
+        wire = [now - then for now, then in zip(handed_over(contestant), before, strict=True)]
         numbers = [cpu, bytes_after - bytes_before, packets_after - packets_before, *wire]
         everyone = self._gather(torch.tensor(numbers, dtype=torch.float64))
         mean = everyone.mean(dim=0).tolist()

@@ -1,0 +1,131 @@
+"""Momentum SGD in update space, compiled: momentum, error and detached point in one pass.
+
+Arrays are flat, contiguous float32, one parameter at a time; `momentum` is empty where there is none. All kernels take the
+same step as `torch.optim.SGD`, from `options`, float32 (5,) = lr, mu, decay, scale of the gradient, and 1 for Nesterov's:
+
+    d = scale * gradient + decay * point;   m = mu * m + d;   update = lr * m     (lr * d, lr * (d + mu * m))
+
+Equal to `reference.updates` bit for bit. The conditions inside the loops do not depend on the element: the compiler makes a
+vectorised loop of each case.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.kernels.cpu._jit import kernel
+
+Floats = NDArray[np.float32]
+
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_LARGEST = np.float32(np.finfo(np.float32).max)
+
+
+@kernel
+def largest(x: Floats) -> float:
+    """The largest magnitude in x, float32 (n,); infinite or NaN if any element is.  Memory: one read pass."""
+    bits = x.view(np.int32)
+    most = np.int32(0)
+    for i in range(bits.size):
+        most = max(most, bits[i] & _MAGNITUDE)  # magnitudes are ordered as their bits are, and NaN comes last
+    return float(np.array([most], np.int32).view(np.float32)[0])
+
+
+@kernel
+def squares(x: Floats) -> float:
+    """Sum of squares in float64, in order, so that all ranks get the same number.  Memory: one read pass."""
+    total = 0.0
+    for i in range(x.size):
+        total += np.float64(x[i]) * np.float64(x[i])
+    return total
+
+
+@kernel
+def _pending(error: Floats, momentum: Floats, gradient: Floats, point: Floats, options: Floats, out: Floats) -> None:
+    lr, mu, decay, scale, nesterov = options[0], options[1], options[2], options[3], options[4] != 0.0
+    with_momentum, with_decay = momentum.size != 0, decay != 0.0
+    for i in range(out.size):
+        d = gradient[i] * scale
+        if with_decay:
+            d += decay * point[i]
+        if with_momentum:
+            m = mu * momentum[i] + d
+            d = d + mu * m if nesterov else m
+        out[i] = error[i] + lr * d
+
+
+@kernel
+def pending(
+    error: Floats, momentum: Floats, gradient: Floats, point: Floats, options: Floats, start: int, out: Floats
+) -> None:
+    """error + update on the block of out.size elements that begins at `start` and wraps round; changes nothing else.
+
+    Memory: the block.
+    """
+    first = min(out.size, error.size - start)
+    for begin, count, at in ((start, first, 0), (0, out.size - first, first)):
+        part = slice(begin, begin + count)
+        _pending(error[part], momentum[part], gradient[part], point[part], options, out[at : at + count])
+
+
+@kernel
+def advance(
+    shared: Floats,
+    error: Floats,
+    momentum: Floats,
+    gradient: Floats,
+    point: Floats,
+    options: Floats,
+    strength: float,
+) -> bool:
+    """The step that an exchange follows: momentum, error += update, point = shared - strength * error.
+
+    False if an error is not finite afterwards.
+    Memory: one pass (4 reads, 3 writes; one read more with decay, one read and one write less without momentum).
+    """
+    lr, mu, decay, scale, nesterov = options[0], options[1], options[2], options[3], options[4] != 0.0
+    with_momentum, with_decay, factor = momentum.size != 0, decay != 0.0, np.float32(strength)
+    bad = False
+    for i in range(error.size):
+        d = gradient[i] * scale
+        if with_decay:
+            d += decay * point[i]
+        if with_momentum:
+            m = mu * momentum[i] + d
+            momentum[i] = m
+            d = d + mu * m if nesterov else m
+        total = error[i] + lr * d
+        bad |= not (abs(total) <= _LARGEST)
+        error[i] = total
+        point[i] = shared[i] - factor * total
+    return not bad
+
+
+@kernel
+def drift(error: Floats, momentum: Floats, gradient: Floats, point: Floats, options: Floats) -> None:
+    """A local step that no exchange follows: momentum, error += update, point -= update.
+
+    Memory: one pass (4 reads, 3 writes; one read and one write less without momentum).
+    """
+    lr, mu, decay, scale, nesterov = options[0], options[1], options[2], options[3], options[4] != 0.0
+    with_momentum = momentum.size != 0
+    for i in range(error.size):
+        d = gradient[i] * scale + decay * point[i]
+        if with_momentum:
+            m = mu * momentum[i] + d
+            momentum[i] = m
+            d = d + mu * m if nesterov else m
+        update = lr * d
+        error[i] += update
+        point[i] -= update
+
+
+@kernel
+def settle(shared: Floats, error: Floats, point: Floats, start: int, mean: Floats) -> None:
+    """The block that was exchanged: shared -= mean, error = 0, point = shared.  Memory: the block."""
+    first = min(mean.size, error.size - start)
+    for begin, count, at in ((start, first, 0), (0, mean.size - first, first)):
+        for i in range(count):
+            value = shared[begin + i] - mean[at + i]
+            shared[begin + i] = value
+            error[begin + i] = np.float32(0.0)
+            point[begin + i] = value

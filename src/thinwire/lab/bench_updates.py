@@ -1,0 +1,50 @@
+"""A whole step of local updates without the wire, beside torch's own SGD on as many parameters, in one run on one core."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..frontends.updates import LocalUpdates
+from ..schemes.world import LocalWorld
+from .methods import Updates
+
+TENSORS = 20
+WARM_UP = 3
+
+
+class Layers(nn.Module):
+    """As many parameters as asked for, with gradients, in tensors of equal size."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        size = (max(1, elements // TENSORS // 1000), min(1000, elements))
+        self.layers = nn.ParameterList(torch.randn(size, generator=generator) for _ in range(TENSORS))
+        for parameter in self.layers:
+            parameter.grad = torch.randn(size, generator=generator)
+
+
+def run(elements: int, updates: Updates, repetitions: int) -> tuple[list[float], list[float], float]:
+    """Seconds of `LocalUpdates.step()` and of `torch.optim.SGD.step()`, in turn, and the bytes that a step hands over."""
+    torch.set_num_threads(1)
+    ours, theirs = Layers(elements), Layers(elements)
+    inner = torch.optim.SGD(ours.parameters(), lr=1e-3, momentum=0.9)
+    opt = LocalUpdates(inner, ours, updates.codec, updates.feedback, updates.period, LocalWorld(1))
+    sgd = torch.optim.SGD(theirs.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    steps: tuple[Callable[[], object], Callable[[], object]] = (opt.step, sgd.step)
+    for _ in range(WARM_UP + repetitions):
+        for times, step in zip(seconds, steps, strict=True):
+            begun = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - begun)
+    return seconds[0][WARM_UP:], seconds[1][WARM_UP:], float(opt.stats()["bytes_per_step"])
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(ours) / statistics.median(theirs)
