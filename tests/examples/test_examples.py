@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -35,3 +36,23 @@ def test_readme_shows_the_example() -> None:
     ):
         assert line in readme
         assert line in example
+
+
+def test_detached_example(tmp_path: Path) -> None:
+    """A short run of it: rows for each strength and rate, and detached feedback ahead of none."""
+    file = tmp_path / "detached.json"
+    options = ["--strengths", "0,0.3,auto", "--lrs", "0.1", "--steps", "120", "--ratio", "16", "--json", str(file)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "detached.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["lam"]: row for row in json.loads(file.read_text())["rows"]}
+    assert list(rows) == [0.0, 0.3, "auto"]
+    assert all((row["lr"], row["ratio"], row["workers"]) == (0.1, 16.0, 8) for row in rows.values())
+    assert rows[0.3]["loss"] < rows[0.0]["loss"]
+    assert done.stdout.count("\n") == 5

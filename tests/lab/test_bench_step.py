@@ -9,8 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from thinwire.cli.app import app
+from thinwire.feedback import Detached
 from thinwire.lab import LabError
 from thinwire.lab.bench_step import METHODS, Options, check, interval, split
+from thinwire.lab.methods import Updates, updates_of
 
 from .conftest import needs_namespaces
 
@@ -24,6 +26,7 @@ FIELDS = {
 @needs_namespaces
 def test_a_run_has_a_row_for_every_method_and_its_bytes_are_those_of_the_interfaces(tmp_path: Path) -> None:
     methods = ["none", "noop", "fp32", "micro(density=0.01)", "laplace(density=0.01)@1"]
+    methods += ["updates(randomblock(ratio=64), 0.3, period=2)"]
     file = tmp_path / "step.json"
     command = [
         "bench",
@@ -75,11 +78,22 @@ def test_commas_inside_brackets_belong_to_the_codec() -> None:
         (Options(methods=("fp32@big",)), "buckets in MB"),
         (Options(methods=("fp32", "fp32")), "twice"),
         (Options(rates=("fast",)), "'fast' is not understood"),
+        (Options(methods=("updates(fp32)",)), "there is no codec 'fp32'"),
+        (Options(methods=("updates(randomblock, 2)",)), "from 0 to 1"),
+        (Options(methods=("updates(randomblock, periods=8)",)), "no option 'periods'"),
+        (Options(methods=("updates(randomblock, 0.3, period=0.5)",)), "whole number of steps"),
     ],
 )
 def test_what_cannot_run_is_refused_before_there_is_a_cluster(options: Options, message: str) -> None:
     with pytest.raises(LabError, match=message):
         check(options)
+
+
+def test_the_text_of_local_updates() -> None:
+    assert updates_of("randomblock") is None
+    given = updates_of("updates(randomblock(ratio=64), 'auto', period=8)")
+    assert given == Updates("randomblock(ratio=64)", Detached("auto"), 8)
+    assert updates_of("updates(topk)") == Updates("topk", Detached(0.3), 1)
 
 
 def test_all_methods_by_default_are_known() -> None:
