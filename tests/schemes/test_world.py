@@ -108,15 +108,15 @@ def test_collectives_on_gloo(size: int) -> None:
 def _sums_of_two() -> list[float]:
     """Several on their way at once, of growing and shrinking sizes: each has a buffer of its own."""
     world = TorchWorld(None, 1)
-    sizes = [1000, 0, 5, 70_000, 200, 1000, 3 << 20]
-    tensors = [torch.full((size,), float(dist.get_rank() + i)) for i, size in enumerate(sizes)]
+    sizes = [(1000,), (0,), (5,), (700, 100), (200,), (10, 20, 5), (3 << 20,)]
+    tensors = [torch.full(size, float(dist.get_rank() + i)) for i, size in enumerate(sizes)]
     for _ in range(2):
         pending = [world.issue(0, [Collective("average", tensor)], lambda: None) for tensor in tensors]
         for one in pending:
             one.check()
     world.close()
-    assert all(bool((tensor == tensor[:1]).all()) for tensor in tensors)
-    return [float(tensor[0]) for tensor in tensors if tensor.numel()]
+    assert all(bool((tensor == tensor.view(-1)[:1]).all()) for tensor in tensors)
+    return [float(tensor.view(-1)[0]) for tensor in tensors if tensor.numel()]
 
 
 def test_sums_of_two_ranks() -> None:

@@ -155,7 +155,7 @@ class _PairPending(_TorchPending):
 
     def check(self) -> None:
         super().check()
-        target = self._part.tensor
+        target = self._part.tensor.view(-1)
         halves = self._both[: 2 * self._part.bytes].view(target.dtype)
         torch.add(halves[: target.numel()], halves[target.numel() :], out=target)
         if self._part.operation == "average":
@@ -243,7 +243,7 @@ class TorchWorld:
             work = dist.gather(tensor, pieces, group=group, group_dst=0, async_op=True)
         elif self._by_gather(part, group):
             both = self._buffer(2 * part.bytes)
-            mine = tensor.view(torch.uint8)
+            mine = tensor.view(-1).view(torch.uint8)
             work = dist.all_gather_single(both[: 2 * part.bytes], mine, group=group, async_op=True)
             return _PairPending(work, wake, part, both, self._spare)
         else:
