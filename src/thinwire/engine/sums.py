@@ -69,6 +69,7 @@ class Sums(Exchange):
             self.wait(name)
             _, part, issued = self._flying[name]
             member.groups[index].bytes = part.bytes
+            member.groups[index].traffic = {"flat": part.traffic(self.world.size)}
             timings.append(Timing(index, issued, [(part.name, issued, perf_counter())]))
         self._flying.clear()
         for each in self.runner.members:

@@ -151,10 +151,14 @@ class _PairPending(_TorchPending):
         self, work: dist.Work, wake: Callable[[], None], part: Collective, both: Tensor, spare: list[Tensor]
     ) -> None:
         self._part, self._both, self._spare = part, both, spare
+        self._added = False
         super().__init__(work, wake)
 
     def check(self) -> None:
         super().check()
+        if self._added:
+            return
+        self._added = True
         target = self._part.tensor.view(-1)
         halves = self._both[: 2 * self._part.bytes].view(target.dtype)
         torch.add(halves[: target.numel()], halves[target.numel() :], out=target)
