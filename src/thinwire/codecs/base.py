@@ -77,8 +77,9 @@ class Gather:
 class Sum:
     """Ask for the sum of `values` over all ranks (the mean if `average`), in place. The answer is the same tensor.
 
-    `finite=False` makes the step void on all ranks. It travels in the tail, so it needs `tail=True`; without a tail the
-    engine tests the result itself.
+    With `tail=True` the last `group.tail` elements of float32 values are the engine's; beside other values it sends a tail of
+    its own. `finite=False` makes the step void on all ranks. It travels in the tail of float32 values; without one the engine
+    tests the result itself.
     """
 
     values: Tensor

@@ -121,6 +121,26 @@ def rounded(values: Floats, coding: int, out: Floats) -> None:
         out[i] = _widen(_narrow(values[i], coding), coding)
 
 
+@kernel
+def take_rounded(
+    residual: Floats, indices: Indices, coding: int, limit: float, words: NDArray[np.uint16], values: Floats
+) -> None:
+    """Take what 16 bits can say of `residual[indices[i]]` and leave the rest there.
+
+    `words[i]` is that element, within +-limit and rounded; `values[i]` is what it stands for.
+    residual float32 (n,), indices int32 (k,), distinct, words uint16 (k,), values float32 (k,).
+    Memory: k cache lines read and written.
+    """
+    most = np.float32(limit)
+    for i in range(indices.size):
+        j = indices[i]
+        bits = _narrow(min(max(residual[j], -most), most), coding)
+        sent = _widen(bits, coding)
+        words[i] = np.uint16(bits)
+        values[i] = sent
+        residual[j] -= sent
+
+
 # --- indices: write --------------------------------------------------------------------------------------------------
 
 
