@@ -172,7 +172,7 @@ class _PairPending(_TorchPending):
         if self._added:
             return
         self._added = True
-        both, size, at = self._buffers[-1], self._part.bytes, 0
+        both, size, at = self._buffers[-1], _aligned(self._part.bytes), 0
         for tensor in self._part.tensors:
             target = tensor.view(-1)
             first, second = (both[begin : begin + tensor.nbytes].view(target.dtype) for begin in (at, size + at))
@@ -181,6 +181,11 @@ class _PairPending(_TorchPending):
                 target.div_(2)
             at += tensor.nbytes
         self._spare.extend(self._buffers)
+
+
+def _aligned(size: int) -> int:
+    """A multiple of 8: what the second of two ranks sent begins there, and is read as numbers."""
+    return -(-size // 8) * 8
 
 
 PAIR_BYTES = 4 << 20
@@ -262,13 +267,14 @@ class TorchWorld:
             pieces = None if part.output is None else list(part.output.view(-1, tensor.numel()))
             work = dist.gather(tensor, pieces, group=group, group_dst=0, async_op=True)
         elif self._by_gather(part, group):
-            buffers = [self._buffer(2 * part.bytes)]
-            mine = tensor.view(-1).view(torch.uint8)
-            if part.beside is not None:
-                buffers.insert(0, self._buffer(part.bytes))
-                pieces = [tensor.view(-1).view(torch.uint8) for tensor in part.tensors]
-                mine = torch.cat(pieces, out=buffers[0][: part.bytes])
-            work = dist.all_gather_single(buffers[-1][: 2 * part.bytes], mine, group=group, async_op=True)
+            size = _aligned(part.bytes)
+            pieces = [tensor.view(-1).view(torch.uint8) for tensor in part.tensors]
+            buffers, mine = [self._buffer(2 * size)], pieces[0]
+            if part.bytes != size or part.beside is not None:
+                buffers.insert(0, self._buffer(size))
+                mine = buffers[0][:size]
+                torch.cat(pieces, out=mine[: part.bytes])
+            work = dist.all_gather_single(buffers[-1][: 2 * size], mine, group=group, async_op=True)
             return _PairPending(work, wake, part, buffers, self._spare)
         else:
             operation = _REDUCTIONS[part.operation]
