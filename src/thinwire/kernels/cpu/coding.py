@@ -16,6 +16,9 @@ import numpy as np
 from numba.cpython.unsafe.numbers import trailing_zeros
 from numpy.typing import NDArray
 
+from thinwire.kernels.cpu._halves import BF16 as BF16
+from thinwire.kernels.cpu._halves import FP16 as FP16
+from thinwire.kernels.cpu._halves import FP32, narrow, widen
 from thinwire.kernels.cpu._jit import kernel
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -26,7 +29,6 @@ Outcome: TypeAlias = tuple[int, int, int]  # what is wrong, at which entry, the 
 
 LIMIT = 16  # a quotient of this size or more is not written in unary; the longest code then has 47 bits
 LARGEST_PARAMETER = 31
-FP32, FP16, BF16 = 1, 2, 3  # as in the header
 BLOCK = 1024  # entries that are decoded before they are added
 
 GOOD, ENDS_EARLY, PAST_THE_END, NOT_ASCENDING, TOO_MANY, TOO_FEW, LEFT_OVER = range(7)
@@ -41,50 +43,11 @@ _zeros: Any = trailing_zeros  # typed as an intrinsic with the compiler's own ar
 
 
 @kernel
-def _narrow(value: np.float32, coding: int) -> np.uint64:
-    """The bits of one value as written: nearest, ties to even, and never an infinity out of a finite value."""
-    bits = int(np.int64(np.float32(value).view(np.uint32)))
-    if coding == FP32:
-        return np.uint64(bits)
-    sign = (bits >> 16) & 0x8000
-    size = bits & 0x7FFFFFFF
-    if coding == BF16:
-        if size > 0x7F800000:
-            return np.uint64(sign | 0x7FC0)
-        return np.uint64(sign | min((size + 0x7FFF + ((size >> 16) & 1)) >> 16, 0x7F7F))
-    if size > 0x7F800000:
-        return np.uint64(sign | 0x7E00)
-    if size < 0x38800000:  # below 2**-14 fp16 is a multiple of 2**-24, which is the last place of 0.5
-        lifted = np.uint32(size).view(np.float32) + np.float32(0.5)
-        return np.uint64(sign | (np.int64(np.float32(lifted).view(np.uint32)) - 0x3F000000))
-    return np.uint64(sign | min((size - 0x38000000 + 0xFFF + ((size >> 13) & 1)) >> 13, 0x7BFF))
-
-
-@kernel
-def _widen(bits: np.uint64, coding: int) -> np.float32:
-    """The value that the bits stand for; exact."""
-    if coding == FP32:
-        return np.uint32(bits).view(np.float32)
-    if coding == BF16:
-        return np.uint32(bits << _16).view(np.float32)
-    half = int(np.int64(bits))
-    sign = (half & 0x8000) << 16
-    exponent = half & 0x7C00
-    size = (half & 0x7FFF) << 13
-    if exponent == 0x7C00:
-        return np.uint32(sign | (size + 0x70000000)).view(np.float32)
-    if exponent == 0:  # a difference of two normal numbers, so that flushing of denormals does not matter
-        small = np.uint32(size + 0x38800000).view(np.float32) - np.uint32(0x38800000).view(np.float32)
-        return np.uint32(sign | np.int64(np.float32(small).view(np.uint32))).view(np.float32)
-    return np.uint32(sign | (size + 0x38000000)).view(np.float32)
-
-
-@kernel
 def _value(data: Bytes, at: np.uint64, coding: int) -> np.float32:
     bits = np.uint64(data[at]) | (np.uint64(data[at + _1]) << _8)
     if coding == FP32:
         bits |= (np.uint64(data[at + _2]) << _16) | (np.uint64(data[at + _3]) << _24)
-    return _widen(bits, coding)
+    return widen(bits, coding)
 
 
 @kernel
@@ -93,7 +56,7 @@ def write_values(values: Floats, kept: Kept, coding: int, data: Bytes, at: int) 
     place = np.uint64(at)
     for begin, end in kept:
         for i in range(begin, end):
-            bits = _narrow(values[i], coding)
+            bits = narrow(values[i], coding)
             data[place] = np.uint8(bits)
             data[place + _1] = np.uint8(bits >> _8)
             if coding == FP32:
@@ -118,7 +81,7 @@ def read_values(data: Bytes, at: int, entries: int, coding: int, values: Floats)
 def rounded(values: Floats, coding: int, out: Floats) -> None:
     """`out[i]` is what the receiver will see of `values[i]`.  Memory: one read, one write."""
     for i in range(values.size):
-        out[i] = _widen(_narrow(values[i], coding), coding)
+        out[i] = widen(narrow(values[i], coding), coding)
 
 
 @kernel
@@ -134,8 +97,8 @@ def take_rounded(
     most = np.float32(limit)
     for i in range(indices.size):
         j = indices[i]
-        bits = _narrow(min(max(residual[j], -most), most), coding)
-        sent = _widen(bits, coding)
+        bits = narrow(min(max(residual[j], -most), most), coding)
+        sent = widen(bits, coding)
         words[i] = np.uint16(bits)
         values[i] = sent
         residual[j] -= sent
