@@ -24,7 +24,7 @@ _BINS = 2048  # 11 of the 31 bits of a magnitude at a time
 _LARGEST = float(np.finfo(np.float32).max)
 _LISTED = 2.0  # candidates aimed at, as a multiple of k
 _SURE = 0.6  # part of the tolerance within which a guess must have been for the next one to be taken at its word
-_TREND = 0.5  # part of the last step's drift that the next one is expected to repeat
+_TREND = 0.5  # weight of the last step in the drift
 
 
 class Warm(NamedTuple):
@@ -33,7 +33,7 @@ class Warm(NamedTuple):
     threshold: float = 0.0  # the best guess of the threshold for exactly k
     tail: float = 0.0  # how much lower the threshold for e k is: the scale of the tail there; 0 is cold
     k: int = 0
-    drift: float = 0.0  # how much the threshold rose in the last step
+    drift: float = 0.0  # how much the threshold has risen of late, a step
     steady: bool = False  # whether the guess for the last step would have done
 
 
@@ -129,14 +129,23 @@ def accumulate_pick(
 
 
 def _expected(warm: Warm) -> float:
-    return max(0.0, warm.threshold + _TREND * warm.drift)
+    return max(0.0, warm.threshold + warm.drift)
 
 
 def _follow(warm: Warm, taken: int, threshold: float) -> Warm:
-    """The threshold did: correct it for the next step along the slope that is known."""
-    guess = max(0.0, threshold + warm.tail * math.log(taken / warm.k))
-    tail = warm.tail * guess / warm.threshold if warm.threshold > 0.0 and guess > 0.0 else warm.tail
-    return Warm(guess, tail, warm.k, guess - warm.threshold, True)
+    """The threshold did: correct it for the next step along the slope that the last list gave.
+
+    By half of what that slope asks for, and the slope itself by the root of the change: a slope that is out of date would
+    otherwise let the count swing. Where it is still too wrong the count misses, and there is a new list.
+    """
+    guess = max(0.0, threshold + 0.5 * warm.tail * math.log(taken / warm.k))
+    tail = warm.tail * math.sqrt(guess / warm.threshold) if guess > 0.0 < warm.threshold else warm.tail
+    return Warm(guess, tail, warm.k, _drift(warm, guess), True)
+
+
+def _drift(warm: Warm, guess: float) -> float:
+    """What to expect of the next step: an average over the last ones."""
+    return warm.drift + _TREND * (guess - warm.threshold - warm.drift)
 
 
 def _below(warm: Warm, k: int) -> float:
@@ -163,7 +172,7 @@ def _keep(
     if warm.k != k or tail <= 0.0:
         return Warm(guess, tail, k)
     missed = abs(guess - _expected(warm)) / tail  # logarithm of the share by which the count at the guess was off
-    return Warm(guess, tail, k, guess - warm.threshold, missed < _SURE * math.log1p(tolerance))
+    return Warm(guess, tail, k, _drift(warm, guess), missed < _SURE * math.log1p(tolerance))
 
 
 def _search_cold(x: Floats, k: int, window: tuple[int, int], total: float, largest: float, nonzero: int) -> Cut:
