@@ -125,31 +125,42 @@ def _code_bits(gap: int, parameter: int, width: int) -> int:
 @kernel
 def rice_bits(indices: Indices, kept: Kept, parameter: int, width: int) -> int:
     """Bits of the kept entries in Rice coding; `width` is the number of bits of the largest possible gap."""
-    bits = 0
+    return _rice_bits_of_three(indices, kept, parameter, width)[1]
+
+
+@kernel
+def _rice_bits_of_three(indices: Indices, kept: Kept, parameter: int, width: int) -> tuple[int, int, int]:
+    """With one parameter less, with this one, and with one more, where there are.  Memory: one read of the entries."""
+    below, above = max(parameter - 1, 0), min(parameter + 1, LARGEST_PARAMETER)
+    fewer, same, more = 0, 0, 0
     previous = -1
     for begin, end in kept:
-        for i in range(begin, end):
-            index = int(indices[i])
-            bits += _code_bits(index - previous - 1, parameter, width)
-            previous = index
-    return bits
+        if begin == end:
+            continue
+        gap = int(indices[begin]) - previous - 1
+        fewer += _code_bits(gap, below, width)
+        same += _code_bits(gap, parameter, width)
+        more += _code_bits(gap, above, width)
+        for i in range(begin + 1, end):  # each gap by itself, so that several are done at once
+            gap = int(indices[i]) - int(indices[i - 1]) - 1
+            fewer += _code_bits(gap, below, width)
+            same += _code_bits(gap, parameter, width)
+            more += _code_bits(gap, above, width)
+        previous = int(indices[end - 1])
+    return fewer, same, more
 
 
 @kernel
 def rice_parameter(indices: Indices, kept: Kept, parameter: int, width: int) -> tuple[int, int]:
-    """The best parameter downhill from `parameter`, and its bits.  Memory: three reads of the entries, seldom more."""
-    least = rice_bits(indices, kept, parameter, width)
-    for step in (1, -1):
-        first = parameter
-        while 0 <= parameter + step <= LARGEST_PARAMETER:
-            bits = rice_bits(indices, kept, parameter + step, width)
-            if bits >= least:
-                break
-            least = bits
-            parameter += step
-        if parameter != first:
-            break
-    return parameter, least
+    """The best parameter downhill from `parameter`, and its bits.  Memory: one read of the entries, seldom more."""
+    fewer, same, more = _rice_bits_of_three(indices, kept, parameter, width)
+    while more < same:
+        parameter += 1
+        fewer, same, more = _rice_bits_of_three(indices, kept, parameter, width)
+    while fewer < same:
+        parameter -= 1
+        fewer, same, more = _rice_bits_of_three(indices, kept, parameter, width)
+    return parameter, same
 
 
 @kernel

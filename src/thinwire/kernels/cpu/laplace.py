@@ -22,6 +22,7 @@ TILE = 4096
 LANES = 64  # independent partial sums, so that the sum of a tile is vectorised in an order that is written down
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
+_TWO, _THREE, _BLOCK = np.uint64(2), np.uint64(3), np.uint64(BLOCK)
 
 
 @kernel
@@ -116,6 +117,7 @@ def measure(x: Floats) -> tuple[float, float, int]:
 def _select_tile(bits: Words, tile: int, above: np.int32, indices: Indices, wanted: int) -> int:
     """Append the places of one tile whose magnitude has at least the bits `above`; the new number wanted."""
     end = min(tile + TILE, bits.size)
+    at, room = np.uint64(wanted), np.uint64(indices.size)  # unsigned: no test for a negative index
     for place in range(tile, end, BLOCK):
         if place + BLOCK <= bits.size:
             mask = block_mask(bits, place, above)
@@ -123,23 +125,24 @@ def _select_tile(bits: Words, tile: int, above: np.int32, indices: Indices, want
             mask = np.uint64(0)
             for i in range(place, end):
                 mask |= np.uint64(bits[i] & _MAGNITUDE >= above) << np.uint64(i - place)
-        total = wanted + count_bits(mask)
-        if wanted + BLOCK <= indices.size:
+        base = np.int32(place)
+        total = at + np.uint64(count_bits(mask))
+        if at + _BLOCK <= room:
             # Three stores whether or not there is something to store: a branch on "0, 1, 2 or 3 of 64" is guessed
             # wrong too often.  What they write too much is overwritten later or lies beyond the written count.
-            indices[wanted] = place + lowest_bit(mask)
+            indices[at] = base + np.int32(lowest_bit(mask))
             mask &= mask - ONE
-            indices[wanted + 1] = place + lowest_bit(mask)
+            indices[at + ONE] = base + np.int32(lowest_bit(mask))
             mask &= mask - ONE
-            indices[wanted + 2] = place + lowest_bit(mask)
+            indices[at + _TWO] = base + np.int32(lowest_bit(mask))
             mask &= mask - ONE
-            wanted += 3
-        while mask != 0 and wanted < indices.size:
-            indices[wanted] = place + lowest_bit(mask)
+            at += _THREE
+        while mask != 0 and at < room:
+            indices[at] = base + np.int32(lowest_bit(mask))
             mask &= mask - ONE
-            wanted += 1
-        wanted = total
-    return wanted
+            at += ONE
+        at = total
+    return np.int64(at)  # type: ignore[return-value]
 
 
 @kernel
