@@ -37,7 +37,6 @@ METHODS = (
     "int8-hook",
     "topk-hook",
     "micro(density=0.01)",
-    "micro(density=0.01, balance=True, values='fp16')",
     "laplace(density=0.01)",
     "adacomp",
     "randomblock",
