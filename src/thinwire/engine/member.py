@@ -253,6 +253,16 @@ class Member:
         """Whether something of an earlier chain waits for the next gradient."""
         return any(run.carry is not None for run in self.groups)
 
+    def left(self) -> dict[str, Tensor]:
+        """What this rank has not sent yet, by name, shaped like the parameters; the sum over ranks is what is still to come."""
+        left = dict(self.residuals.named())
+        for run in self.groups:
+            for p in run.info.parameters if run.carry is not None else ():
+                assert run.carry is not None
+                waiting = run.carry[p.offset : p.offset + p.elements].view(p.shape)
+                left[p.name] = left[p.name] + waiting if p.name in left else waiting
+        return left
+
     def fold(self, left: Mapping[str, Tensor]) -> None:
         """Take over what other chains have not sent, by name, shaped like the parameters.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,19 +12,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..codecs import Codec
-from ..errors import AttachError, ChainError, ExchangeError, StateError, ThinwireError
+from ..errors import AttachError, ChainError, ExchangeError, ThinwireError
 from ..kernels.finite import all_finite
 from ..log import logger
 from ..schemes import tree
 from ..schemes.chain import choose
 from ..schemes.world import Place, TorchWorld, World
-from . import interrupt, state
+from . import interrupt
 from .agree import agree
+from .checkpoint import Checkpoint
 from .layout import Layout, TensorInfo
 from .runner import Runner
 
 
-class Wire:
+class Wire(Checkpoint):
     """Base of `Exchange` and of what `attach` returns. Until its layout is frozen there is no runner."""
 
     def __init__(
@@ -41,6 +42,7 @@ class Wire:
         self.runner: Runner | None = None
         self.settings: dict[str, float] = {}
         self.dense_steps = 0
+        self._partition = None
         self._protected, self._tracks_unused = protected, tracks_unused
         self._guarded = False
         self._direct_steps = self._direct_skipped = self._direct_void = 0
@@ -111,13 +113,7 @@ class Wire:
         self.world.prepare(layout.places(self._place()))
         runner = self._make(layout)
         for member, before in zip(runner.members, old.members, strict=True):
-            left = dict(before.residuals.named())
-            for run in before.groups:
-                for p in run.info.parameters if run.carry is not None else ():
-                    assert run.carry is not None
-                    waiting = run.carry[p.offset : p.offset + p.elements].view(p.shape)
-                    left[p.name] = left[p.name] + waiting if p.name in left else waiting
-            member.fold(left)
+            member.fold(before.left())
             member.skipped, member.scale = before.skipped, before.scale
             member.begin(before.step)
         runner.statistics.skipped = old.statistics.skipped
@@ -238,10 +234,9 @@ class Wire:
 
         optimizer.register_step_pre_hook(drop)
 
-    def _begin_direct(self) -> int:
-        """A step begins whose means go straight to the optimizer, dense; its number."""
+    def _begin_direct(self) -> None:
+        """A step begins whose means go straight to the optimizer, dense."""
         self._direct_steps += 1
-        return self._direct_steps
 
     def _inspect_direct(self, result: Tensor, step: int) -> None:
         """Look at a dense mean, where anybody skips a step that is not finite. It is the same on all ranks."""
@@ -250,55 +245,3 @@ class Wire:
             with self._lock:
                 self._direct_skipped += self._direct_void != step
                 self._direct_void = step
-
-    # -- saved state ---------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Residuals, what codecs remember, step and layout, of this rank. Local, never a collective; save it on every rank."""
-        result: dict[str, Any] = {}
-        for rank in self.world.members:
-            result |= state.save(
-                self.runner,
-                rank=rank,
-                world=self.world.size,
-                codec=str(self.codec),
-                chain=self.chain,
-                settings=self.settings,
-            )
-            if self.runner is None:
-                layout = self._layout([[tensor] for tensor in self.tensors])
-                result |= state.blank(layout, rank=rank, world=self.world.size)
-        return result
-
-    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
-        """How this wire would cut these buckets."""
-        raise NotImplementedError
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where `state_dict()` was taken, with the same bits. Local; refuses what does not fit, changing nothing."""
-        metas = [
-            state.read_meta(
-                saved,
-                rank=rank,
-                world=self.world.size,
-                codec=str(self.codec),
-                chain=self.chain,
-                tensors=self.tensors,
-            )
-            for rank in self.world.members
-        ]
-        if any(meta.layout != metas[0].layout for meta in metas):
-            raise StateError("the ranks of this state have different layouts")
-        layout = metas[0].layout
-        if layout is None:
-            if self.runner is not None and any(member.step for member in self.runner.members):
-                raise StateError(
-                    "the state was saved before the layout was frozen; this wire has already begun to compress"
-                )
-            self.settings = dict(metas[0].settings)
-            return
-        candidate = self._make(layout)
-        for meta in metas:
-            state.restore(candidate, saved, meta)
-        self.settings = dict(metas[0].settings)
-        self._use(candidate)

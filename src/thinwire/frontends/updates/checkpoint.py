@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...engine.state import tensor_of
+from ...engine.restore import tensor_of
 from ...errors import StateError
 from ...schemes.world import TorchWorld
 from ...version import __version__
