@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
 from ..codecs import Codec
-from ..errors import ExchangeError, StateError, WireClosed
+from ..errors import AttachError, ExchangeError, StateError, WireClosed
 from ..log import logger
 from ..schemes.world import Collective, TorchWorld, World
 from ..version import __version__
@@ -131,6 +130,12 @@ class Checkpoint:
         a list with the states of all old ranks, or one of form "mean": every rank then goes on with the mean of what the old
         ones had not sent. Another codec or chain keeps the residuals and learns anew. All ranks must load alike.
         """
+        self._prepare(saved)[1]()
+
+    def _prepare(
+        self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> tuple[state.Meta, Callable[[], None]]:
+        """What a state is, and what loads it; refuses what does not fit."""
         whole = restore.merge(saved)
         size, codec = self.world.size, str(self.codec)
         sources = [restore.find(whole, rank, size) for rank in self.world.members]
@@ -139,7 +144,7 @@ class Checkpoint:
             restore.check(source.meta, codec, self.chain, self.tensors)
             if source.meta.layout != meta.layout:
                 raise StateError("the ranks of this state have different layouts")
-        settings = restore.kept_settings(meta, codec)
+        settings, candidate = restore.kept_settings(meta, codec), None
         if meta.layout is None:
             if self.runner is not None and any(member.step for member in self.runner.members):
                 raise StateError(
@@ -153,17 +158,22 @@ class Checkpoint:
                     restore.exact(candidate, source)
                 else:
                     restore.converted(candidate, rank, source, settings)
-            self._use(candidate)
-        self.settings, self.dense_steps = settings, meta.dense_steps
-        self._resume(meta)
-        self._explain(sources[0])
+
+        def load() -> None:
+            if candidate is not None:
+                self._use(candidate)
+            self.settings, self.dense_steps = settings, meta.dense_steps
+            self._resume(meta)
+            self._explain(meta)
+
+        return meta, load
 
     def _resume(self, meta: state.Meta) -> None:
         """What else a frontend takes from a state that fits."""
 
-    def _explain(self, source: restore.Source) -> None:
+    def _explain(self, meta: state.Meta) -> None:
         """Say once what was not simply taken over."""
-        meta, codec = source.meta, str(self.codec)
+        codec = str(self.codec)
         if self.world.members[0] != 0 or meta.layout is None:
             return
         if meta.world != self.world.size:
@@ -194,16 +204,26 @@ class Checkpoint:
             files.write(folder, files.name_of(rank, self.world.size), own, self.steps)
 
     def load(self, where: files.Where | Sequence[files.Where], *, key: str | None = None) -> None:
-        """Go on from files of `save`: a folder, a file, or several. Local; see `load_state_dict`.
+        """Go on from files of `save`: a folder, a file, or several; see `load_state_dict`.
 
+        **A collective**: all ranks load, from the same step, or none does.
         In a folder the newest complete set counts, those for this number of ranks before others. The folder may also be one of
         `torch.distributed.checkpoint`, of any number of ranks; `key` says where in it, if it has several wires.
         """
-        found: dict[str, Any] = {}
-        for rank in self.world.members:
-            part = files.read(where, rank, self.world.size, key)
-            if len(self.world.members) == 1 or not isinstance(where, str | os.PathLike):
-                self.load_state_dict(part)
-                return
-            found |= part
-        self.load_state_dict(found)
+        facts: dict[str, Any] = {}
+        problem: StateError | None = None
+        load = None
+        try:
+            meta, load = self._prepare(files.read(where, self.world.members, self.world.size, key))
+            facts = {"state": {"ranks": meta.world, "mean": meta.rank < 0, "steps": meta.progress}}
+        except StateError as error:  # the other ranks wait to hear of it
+            problem = error
+        if isinstance(self.world, TorchWorld):
+            try:
+                agree(self.world.parent, facts, str(problem) if problem is not None else None)
+            except AttachError as error:
+                raise problem or StateError(str(error)) from None
+        if problem is not None:
+            raise problem
+        assert load is not None
+        load()

@@ -111,6 +111,7 @@ class Exchange(Wire):
         assert self.runner is not None
         if not self._waiting.left:
             self._waiting = _Waiting(len(self._names))
+            self._look_at_scale()
         self.runner.submit((name,), [tensor.detach().view(-1) for tensor in tensors], self._waiting.done)
 
     def end(self) -> None:

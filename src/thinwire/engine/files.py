@@ -110,8 +110,10 @@ def _step(path: Path, texts: Mapping[str, str]) -> int:
     return int(step)
 
 
-def read(where: Where | Sequence[Where], rank: int, world: int, key: str | None = None) -> Mapping[str, Any]:
-    """What a rank of `world` ranks needs of a folder, of a file, or of several files."""
+def read(
+    where: Where | Sequence[Where], ranks: Sequence[int], world: int, key: str | None = None
+) -> Mapping[str, Any]:
+    """What these of `world` ranks need of a folder, of a file, or of several files."""
     if not isinstance(where, str | os.PathLike):
         return Files([Path(path) for path in where])
     path = Path(where)
@@ -119,25 +121,29 @@ def read(where: Where | Sequence[Where], rank: int, world: int, key: str | None 
         return Files([path])
     if (path / ".metadata").is_file():
         return _from_dcp(path, key)
-    return Files(_choose(path, rank, world))
+    return Files(_choose(path, ranks, world))
 
 
-def _choose(folder: Path, rank: int, world: int) -> list[Path]:
-    """The newest set of files that is complete; those for this number of ranks before others."""
+def _choose(folder: Path, ranks: Sequence[int], world: int) -> list[Path]:
+    """The newest set of files that is complete; those for this number of ranks before others.
+
+    Where there is none, the own files: those of the other ranks may be on other machines.
+    """
     sets: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob(f"rank*{SUFFIX}")):
         match = _RANK.fullmatch(path.name)
         if match:
             sets.setdefault(int(match[2]), {})[int(match[1])] = path
-    complete: list[list[Path]] = []
-    if rank in sets.get(world, {}):  # that of the other ranks may be on other machines
-        complete.append(list(sets[world].values()))
+    order = sorted(sets, key=lambda size: size != world)
+    complete = [list(sets[size].values()) for size in order if len(sets[size]) == size]
     if (folder / name_of(None, 0)).is_file():
         complete.append([folder / name_of(None, 0)])
-    complete += [list(own.values()) for size, own in sets.items() if size != world and len(own) == size]
+    own = sets.get(world, {})
+    if not complete and own.keys() >= set(ranks):
+        complete.append(list(own.values()))
     if not complete:
-        for size, own in sets.items():
-            missing = next(r for r in range(size) if r not in own) if size != world else rank
+        for size, found in sets.items():
+            missing = next(r for r in (ranks if size == world else range(size)) if r not in found)
             raise StateError(f"{str(folder)!r} has no {name_of(missing, size)}, and this job has {world} ranks")
         raise StateError(f"{str(folder)!r} holds no state: there is no rank0-of-{world}{SUFFIX} and no mean{SUFFIX}")
     return max(complete, key=lambda paths: _step(paths[0], _open(paths[0])[0]))

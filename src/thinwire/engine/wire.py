@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..codecs import Codec
@@ -45,6 +46,7 @@ class Wire(Checkpoint):
         self._partition = None
         self._protected, self._tracks_unused = protected, tracks_unused
         self._guarded = False
+        self._scaler: GradScaler | None = None
         self._direct_steps = self._direct_skipped = self._direct_void = 0
         self._lock = threading.Lock()
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -68,6 +70,7 @@ class Wire(Checkpoint):
             protected=self._protected,
             tests_results=self._guarded or self._protected,
             tracks_unused=self._tracks_unused,
+            saturates=self._scaler is None,
         )
         for member in runner.members:
             member.adjust(self.settings)
@@ -212,7 +215,38 @@ class Wire(Checkpoint):
         dist.all_gather_object(everyone, self.stats(), group=self.world.parent)
         return everyone
 
-    # -- non-finite values ---------------------------------------------------------------------------------------------
+    # -- mixed precision and non-finite values -------------------------------------------------------------------------
+
+    def scaled_by(self, scaler: GradScaler) -> None:
+        """Gradients are multiplied by this scaler's scale. A collective, to be called on every rank before a step.
+
+        The same as `attach(..., scaler=scaler)`, for a scaler that is made later: residuals are then kept unscaled, and are
+        as before, bit for bit, after a step that the scaler skips.
+        """
+        problem = None
+        if not isinstance(scaler, GradScaler):
+            problem = f"scaled_by needs a torch.amp.GradScaler, not {type(scaler).__name__}"
+        elif self.runner is not None and self.runner.busy:
+            problem = "an exchange is under way: name the scaler between two steps"
+        if isinstance(self.world, TorchWorld):
+            agree(self.world.parent, {"scaler": problem is None and scaler.is_enabled()}, problem)
+        elif problem is not None:
+            raise AttachError(problem)
+        if not scaler.is_enabled():
+            return  # it does not skip a step that is not finite
+        self._scaler, self._protected = scaler, True
+        if self.runner is not None:
+            for member in self.runner.members:
+                member.tests_results, member.saturates = True, False
+                member.residuals.protected = True
+                for index in range(len(member.groups)):
+                    member.residuals.protect(index, everything=True)
+
+    def _look_at_scale(self) -> None:
+        """A step begins: by how much are its gradients too large?"""
+        if self._scaler is not None and self.runner is not None:
+            for member in self.runner.members:
+                member.scale = float(self._scaler.get_scale())
 
     def guard(self, optimizer: Optimizer) -> None:
         """Make `optimizer.step()` do nothing, on all ranks, after a step in which a gradient was not finite.

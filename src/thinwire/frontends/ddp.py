@@ -234,8 +234,8 @@ class DDPWire(Wire):
     def _submit(self, names: tuple[str, ...], buffer: Tensor, first: bool, last: bool) -> Future[Tensor]:
         """Exchange a bucket by the layout."""
         assert self.runner is not None
-        if first and self._scaler is not None:
-            self.runner.members[0].scale = float(self._scaler.get_scale())
+        if first:
+            self._look_at_scale()
         ended = Future[Any]()
 
         def done(error: BaseException | None) -> None:
