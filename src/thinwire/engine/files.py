@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,19 @@ def write(folder: Where, name: str, state: Mapping[str, Any], step: int) -> Path
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {key: value.contiguous() for key, value in state.items() if isinstance(value, Tensor)}
     texts = {key: value for key, value in state.items() if isinstance(value, str)}
-    target, draft = folder / name, folder / f".{name}.part"
+    # A folder for the draft: safetensors makes files of its own beside what it writes, and a kill would leave them.
+    target, workshop = folder / name, folder / f".{name}.part"
+    shutil.rmtree(workshop, ignore_errors=True)
+    workshop.mkdir()
+    draft = workshop / name
+    draft.touch()
+    mode = draft.stat().st_mode  # what the umask gives; safetensors would let nobody else read it
     save_file(tensors, draft, metadata={**texts, "step": str(step)})
+    os.chmod(draft, mode)
     with draft.open("rb") as written:
         os.fsync(written.fileno())
     os.replace(draft, target)
+    shutil.rmtree(workshop, ignore_errors=True)
     with contextlib.suppress(OSError):  # some file systems cannot
         handle = os.open(folder, os.O_RDONLY)
         try:
