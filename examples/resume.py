@@ -38,10 +38,8 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, (inputs[:, :10] * 2).argmax(1)
 
 
-def main() -> None:
-    given = options()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def train(given: argparse.Namespace) -> str:
+    """Train from the last checkpoint on; a digest of the model."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -77,10 +75,8 @@ def main() -> None:
                 draft.write_text(here.name)
                 os.replace(draft, latest)
 
-    if rank == 0:
-        bits = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-        print(f"model {hashlib.sha256(bits).hexdigest()}", flush=True)
-    dist.destroy_process_group()
+    bits = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    return hashlib.sha256(bits).hexdigest()
 
 
 def save(here: Path, step: int, ddp: nn.Module, optimizer: torch.optim.Optimizer, wire: thinwire.Wire) -> None:
@@ -104,4 +100,9 @@ def load(here: Path, ddp: nn.Module, optimizer: torch.optim.Optimizer, wire: thi
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    digest = train(options())
+    if dist.get_rank() == 0:
+        print(f"model {digest}", flush=True)
+    dist.destroy_process_group()
