@@ -37,6 +37,7 @@ class StridedState(CodecState):
     visits: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     saved: ClassVar[tuple[str, ...]] = ("last_place", "visits")
+    elementwise: ClassVar[tuple[str, ...]] = ("visits",)
 
 
 @dataclass(frozen=True)

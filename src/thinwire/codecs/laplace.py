@@ -28,6 +28,11 @@ class LaplaceState(SparseState):
 
     saved: ClassVar[tuple[str, ...]] = ("warm",)
 
+    def check(self) -> None:
+        threshold, tail, k, _ = self.warm
+        if not bool(np.isfinite(self.warm).all()) or min(threshold, tail, k) < 0 or (tail > 0 and k < 1):
+            raise ValueError(f"no search leaves {self.warm.tolist()}")
+
 
 @dataclass(frozen=True)
 class LaplaceTopK(SparseCodec):

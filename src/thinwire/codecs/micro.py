@@ -53,6 +53,18 @@ class MicroState(CodecState):
     imbalance: float = 1.0
 
     saved: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "borders", "weights", "usual", "steps")
+    common: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "weights", "usual", "steps")
+
+    def check(self) -> None:
+        ends = int(self.borders[0]), int(self.borders[-1])
+        if ends != (0, self.group.elements) or bool((np.diff(self.borders) < 0).any()):
+            raise ValueError(f"borders must ascend from 0 to {self.group.elements}, but are {self.borders.tolist()}")
+        for name in ("thresholds", "floors", "weights"):
+            values = getattr(self, name)
+            if not bool((np.isfinite(values) & (values >= 0)).all()):
+                raise ValueError(f"{name} must be finite and not negative")
+        if not 0.0 <= self.usual < math.inf or self.steps < 0:
+            raise ValueError(f"usual and steps must be finite and not negative, not {self.usual} and {self.steps}")
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs import Codec
-from ..errors import AttachError, ExchangeError, WireClosed
+from ..errors import AttachError, ExchangeError
 from ..schemes.chain import choose
-from ..schemes.world import Collective, LocalWorld, TorchWorld, ranks_per_node
+from ..schemes.world import LocalWorld, TorchWorld, ranks_per_node
 from .agree import agree, compile_kernels, problem_of
 from .layout import Exclude, Layout, TensorInfo, build, describe, excluded
-from .runner import SLICE_SECONDS
 from .wire import Wire
 
 GROUP_BYTES = 16 << 20
@@ -112,6 +111,7 @@ class Exchange(Wire):
         assert self.runner is not None
         if not self._waiting.left:
             self._waiting = _Waiting(len(self._names))
+            self._look_at_scale()
         self.runner.submit((name,), [tensor.detach().view(-1) for tensor in tensors], self._waiting.done)
 
     def end(self) -> None:
@@ -129,23 +129,6 @@ class Exchange(Wire):
             raise
         if waiting.error is not None:
             raise waiting.error
-
-    def average_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace one tensor of each rank in this process by its plain mean, outside of any step. Every rank calls it alike."""
-        if self.error is not None:
-            raise WireClosed(f"this wire is closed: {self.error}") from self.error
-        woken = threading.Event()
-        pending = self.world.issue(0, [Collective("average", tensor) for tensor in tensors], woken.set)
-        try:
-            while not pending.done():
-                woken.wait(SLICE_SECONDS)
-            pending.check()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, RuntimeError):
-                place = f"all-reduce (average) outside of steps, rank {self.world.members[0]}"
-                raise ExchangeError(f"{place}: {error}") from error
-            raise
 
 
 class _Waiting:

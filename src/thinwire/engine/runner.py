@@ -51,6 +51,7 @@ class Runner:
         protected: bool = False,
         tests_results: bool = False,
         tracks_unused: bool = False,
+        saturates: bool = False,
     ) -> None:
         self.world, self.layout = world, layout
         self.members = [
@@ -61,6 +62,7 @@ class Runner:
                 ranks_per_node=world.ranks_per_node,
                 protected=protected,
                 tests_results=tests_results,
+                saturates=saturates,
             )
             for rank in world.members
         ]

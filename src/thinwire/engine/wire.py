@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..codecs import Codec
-from ..errors import AttachError, ChainError, ExchangeError, StateError, ThinwireError
+from ..errors import AttachError, ChainError, ExchangeError, ThinwireError
 from ..kernels.finite import all_finite
 from ..log import logger
 from ..schemes import tree
 from ..schemes.chain import choose
 from ..schemes.world import Place, TorchWorld, World
-from . import interrupt, state
+from . import interrupt
 from .agree import agree
+from .checkpoint import Checkpoint
 from .layout import Layout, TensorInfo
 from .runner import Runner
 
 
-class Wire:
+class Wire(Checkpoint):
     """Base of `Exchange` and of what `attach` returns. Until its layout is frozen there is no runner."""
 
     def __init__(
@@ -41,8 +43,10 @@ class Wire:
         self.runner: Runner | None = None
         self.settings: dict[str, float] = {}
         self.dense_steps = 0
+        self._partition = None
         self._protected, self._tracks_unused = protected, tracks_unused
         self._guarded = False
+        self._scaler: GradScaler | None = None
         self._direct_steps = self._direct_skipped = self._direct_void = 0
         self._lock = threading.Lock()
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -66,6 +70,7 @@ class Wire:
             protected=self._protected,
             tests_results=self._guarded or self._protected,
             tracks_unused=self._tracks_unused,
+            saturates=self._scaler is None,
         )
         for member in runner.members:
             member.adjust(self.settings)
@@ -111,13 +116,7 @@ class Wire:
         self.world.prepare(layout.places(self._place()))
         runner = self._make(layout)
         for member, before in zip(runner.members, old.members, strict=True):
-            left = dict(before.residuals.named())
-            for run in before.groups:
-                for p in run.info.parameters if run.carry is not None else ():
-                    assert run.carry is not None
-                    waiting = run.carry[p.offset : p.offset + p.elements].view(p.shape)
-                    left[p.name] = left[p.name] + waiting if p.name in left else waiting
-            member.fold(left)
+            member.fold(before.left())
             member.skipped, member.scale = before.skipped, before.scale
             member.begin(before.step)
         runner.statistics.skipped = old.statistics.skipped
@@ -216,7 +215,38 @@ class Wire:
         dist.all_gather_object(everyone, self.stats(), group=self.world.parent)
         return everyone
 
-    # -- non-finite values ---------------------------------------------------------------------------------------------
+    # -- mixed precision and non-finite values -------------------------------------------------------------------------
+
+    def scaled_by(self, scaler: GradScaler) -> None:
+        """Gradients are multiplied by this scaler's scale. A collective, to be called on every rank before a step.
+
+        The same as `attach(..., scaler=scaler)`, for a scaler that is made later: residuals are then kept unscaled, and are
+        as before, bit for bit, after a step that the scaler skips.
+        """
+        problem = None
+        if not isinstance(scaler, GradScaler):
+            problem = f"scaled_by needs a torch.amp.GradScaler, not {type(scaler).__name__}"
+        elif self.runner is not None and self.runner.busy:
+            problem = "an exchange is under way: name the scaler between two steps"
+        if isinstance(self.world, TorchWorld):
+            agree(self.world.parent, {"scaler": problem is None and scaler.is_enabled()}, problem)
+        elif problem is not None:
+            raise AttachError(problem)
+        if not scaler.is_enabled():
+            return  # it does not skip a step that is not finite
+        self._scaler, self._protected = scaler, True
+        if self.runner is not None:
+            for member in self.runner.members:
+                member.tests_results, member.saturates = True, False
+                member.residuals.protected = True
+                for index in range(len(member.groups)):
+                    member.residuals.protect(index, everything=True)
+
+    def _look_at_scale(self) -> None:
+        """A step begins: by how much are its gradients too large?"""
+        if self._scaler is not None and self.runner is not None:
+            for member in self.runner.members:
+                member.scale = float(self._scaler.get_scale())
 
     def guard(self, optimizer: Optimizer) -> None:
         """Make `optimizer.step()` do nothing, on all ranks, after a step in which a gradient was not finite.
@@ -238,10 +268,9 @@ class Wire:
 
         optimizer.register_step_pre_hook(drop)
 
-    def _begin_direct(self) -> int:
-        """A step begins whose means go straight to the optimizer, dense; its number."""
+    def _begin_direct(self) -> None:
+        """A step begins whose means go straight to the optimizer, dense."""
         self._direct_steps += 1
-        return self._direct_steps
 
     def _inspect_direct(self, result: Tensor, step: int) -> None:
         """Look at a dense mean, where anybody skips a step that is not finite. It is the same on all ranks."""
@@ -250,55 +279,3 @@ class Wire:
             with self._lock:
                 self._direct_skipped += self._direct_void != step
                 self._direct_void = step
-
-    # -- saved state ---------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Residuals, what codecs remember, step and layout, of this rank. Local, never a collective; save it on every rank."""
-        result: dict[str, Any] = {}
-        for rank in self.world.members:
-            result |= state.save(
-                self.runner,
-                rank=rank,
-                world=self.world.size,
-                codec=str(self.codec),
-                chain=self.chain,
-                settings=self.settings,
-            )
-            if self.runner is None:
-                layout = self._layout([[tensor] for tensor in self.tensors])
-                result |= state.blank(layout, rank=rank, world=self.world.size)
-        return result
-
-    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
-        """How this wire would cut these buckets."""
-        raise NotImplementedError
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where `state_dict()` was taken, with the same bits. Local; refuses what does not fit, changing nothing."""
-        metas = [
-            state.read_meta(
-                saved,
-                rank=rank,
-                world=self.world.size,
-                codec=str(self.codec),
-                chain=self.chain,
-                tensors=self.tensors,
-            )
-            for rank in self.world.members
-        ]
-        if any(meta.layout != metas[0].layout for meta in metas):
-            raise StateError("the ranks of this state have different layouts")
-        layout = metas[0].layout
-        if layout is None:
-            if self.runner is not None and any(member.step for member in self.runner.members):
-                raise StateError(
-                    "the state was saved before the layout was frozen; this wire has already begun to compress"
-                )
-            self.settings = dict(metas[0].settings)
-            return
-        candidate = self._make(layout)
-        for meta in metas:
-            state.restore(candidate, saved, meta)
-        self.settings = dict(metas[0].settings)
-        self._use(candidate)

@@ -1,14 +1,12 @@
 """Gradients of `DistributedDataParallel`, through its communication hook."""
 # No postponed annotations here: DDP checks those of the hook, and texts do not pass.
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
@@ -17,13 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ..codecs import Codec
 from ..engine.agree import agree, compile_kernels, problem_of
 from ..engine.layout import Exclude, Layout, TensorInfo, build, describe, excluded, kinds_of
-from ..engine.runner import explain
+from ..engine.runner import Runner, explain
+from ..engine.state import Meta
 from ..engine.wire import Wire
 from ..errors import AttachError, ExchangeError, WireClosed
 from ..log import logger, set_up
 from ..schemes import tree
 from ..schemes.chain import choose
 from ..schemes.world import TorchWorld, ranks_per_node
+from .dense import DensePath
 
 _wires: "weakref.WeakKeyDictionary[DistributedDataParallel, DDPWire]" = weakref.WeakKeyDictionary()
 
@@ -155,7 +155,6 @@ class DDPWire(Wire):
     ) -> None:
         tracks_unused = module.find_unused_parameters or module.static_graph
         super().__init__(world, codec, tensors, chain=chain, protected=scaler is not None, tracks_unused=tracks_unused)
-        self._torch_world = world
         self._scaler = scaler
         self._exclude, self._min_elements = exclude, min_elements
         named = _parameters(module)
@@ -172,7 +171,9 @@ class DDPWire(Wire):
         if module._has_rebuilt_buckets or (module.find_unused_parameters and not module.static_graph):
             self._steps_until_final = 0
         self._closed: BaseException | None = None
-        self._flying: list[_Flight] = []
+        self._dense = DensePath(world, self._inspect_direct, self._fail)
+        self._held: list[tuple[tuple[str, ...], Tensor, Future[Any]]] = []
+        self._own_steps = 0
 
     def announce(self) -> None:
         """Say once, on rank 0, what is compressed and how."""
@@ -216,17 +217,25 @@ class DDPWire(Wire):
     def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
         if self.error is not None:
             raise WireClosed(f"this wire is closed: {self.error}") from self.error
-        buffer = bucket.buffer()
-        if self.runner is None or (self.direct and not self.runner.members[0].carries):
-            future = self._direct(bucket.index(), buffer)
-            if self.runner is None:
-                self._record(bucket)
-            elif bucket.is_last():
-                self.dense_steps += 1
-            return future
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
-        if bucket.index() == 0 and self._scaler is not None:
-            self.runner.members[0].scale = float(self._scaler.get_scale())
+        if self.runner is None:
+            self._buckets.append([self._infos[name] for name in names])
+            if self._dense_enough and not self.direct:
+                return self._hold(bucket, names)
+            future = self._reduce(bucket, names)
+            if bucket.is_last():
+                self._record()
+            return future
+        if self.direct and not self.runner.members[0].carries:
+            self.dense_steps += bucket.is_last()
+            return self._reduce(bucket, names)
+        return self._submit(names, bucket.buffer(), bucket.index() == 0, bucket.is_last())
+
+    def _submit(self, names: tuple[str, ...], buffer: Tensor, first: bool, last: bool) -> Future[Tensor]:
+        """Exchange a bucket by the layout."""
+        assert self.runner is not None
+        if first:
+            self._look_at_scale()
         ended = Future[Any]()
 
         def done(error: BaseException | None) -> None:
@@ -234,50 +243,63 @@ class DDPWire(Wire):
             ended.set_result(buffer if error is None else error)
 
         self.runner.submit(names, [buffer], done, [self._unused(names)])
-        if bucket.is_last():
+        if last:
             self._used.clear()
         return ended.then(_unwrap)
 
-    def _direct(self, index: int, buffer: Tensor) -> Future[Tensor]:
-        """The mean by one all-reduce, issued right here: nothing can be faster through a Python hook."""
-        rank = self.world.members[0]
-        number = self._begin_direct() if index == 0 else self._direct_steps
-        # Divided before, as DDP does it: the same bits, and while the bucket is still in the cache. AVG divides afterwards.
-        buffer.mul_(1.0 / self.world.size)
-        work = dist.all_reduce(buffer, group=self._torch_world.groups[0], async_op=True)
+    def _reduce(self, bucket: GradBucket, names: tuple[str, ...]) -> Future[Tensor]:
+        """The mean by plain all-reduces: nothing can be faster through a Python hook."""
+        if bucket.index() == 0:
+            self._begin_direct()
+            self._dense.begin()
+        number = self._direct_steps
+        place = f"bucket {bucket.index()}, dense step {number - 1}"
+        return self._dense.bucket(names, bucket, self._partition, place, number).then(_unwrap)
 
-        flight = _Flight()
+    def _record(self) -> None:
+        """A dense step is over; once DDP's buckets are final, freeze the layout for the steps to come."""
+        self._used.clear()
+        self.dense_steps += 1
+        self._own_steps += 1
+        buckets, self._buckets = self._buckets, []
+        if self._dense_enough and self._own_steps > self._steps_until_final:
+            self._freeze(buckets)
+        elif self._partition is None and not self.direct:
+            # A job that resumes before it has a layout has the buckets of a first step: sums must not depend on it.
+            self._partition = [tuple(tensor.name for tensor in bucket) for bucket in buckets]
 
-        def arrive(future: Future[list[Tensor]]) -> None:
-            try:
-                mean = future.value()[0]
-            except RuntimeError as error:
-                place = f"bucket {index}, dense step {number - 1}, all-reduce (average), rank {rank}"
-                failure = ExchangeError(f"{place}: {error}")
-                self._closed = self._closed or failure
-                flight.end(failure)
-                return
-            self._inspect_direct(mean, number)
-            flight.end(mean)
+    def _freeze(self, buckets: Sequence[Sequence[TensorInfo]]) -> None:
+        layout = self._layout(buckets)
+        self.freeze(layout)
+        if self.world.members[0] == 0 and not self.direct:
+            logger.info("layout frozen after %d dense steps: %d groups", self.dense_steps, len(layout.groups))
 
-        work.get_future().add_done_callback(arrive)
-        if index == 0:
-            self._flying.clear()
-        self._flying.append(flight)
-        return flight.future.then(_unwrap)
+    @property
+    def _dense_enough(self) -> bool:
+        """Whether the job, counted from its very beginning, has had its dense steps, and buckets are final by now."""
+        return self.dense_steps > self._steps_until_final <= self._own_steps
 
-    def _record(self, bucket: GradBucket) -> None:
-        """Note what DDP's buckets hold; once they are final, freeze the layout for the steps to come."""
-        self._buckets.append([self._infos[self._names[id(parameter)]] for parameter in bucket.parameters()])
+    def _hold(self, bucket: GradBucket, names: tuple[str, ...]) -> Future[Tensor]:
+        """A resumed job that should compress already, and sees its final buckets for the first time: wait for all of them."""
+        ended = Future[Any]()
+        self._held.append((names, bucket.buffer(), ended))
         if bucket.is_last():
-            self._used.clear()
-            self.dense_steps += 1
+            held, self._held = self._held, []
             buckets, self._buckets = self._buckets, []
-            if self.dense_steps > self._steps_until_final:
-                layout = self._layout(buckets)
-                self.freeze(layout)
-                if self.world.members[0] == 0 and not self.direct:
-                    logger.info("layout frozen after %d dense steps: %d groups", self.dense_steps, len(layout.groups))
+            self._freeze(buckets)
+            for number, (names, buffer, future) in enumerate(held):
+                sent = self._submit(names, buffer, number == 0, number == len(held) - 1)
+                sent.add_done_callback(_passer(future))
+        return ended.then(_unwrap)
+
+    def _use(self, runner: Runner) -> Runner:
+        groups = [tuple(slot.name for slot in group.slots) for group in runner.layout.groups]
+        self._partition = groups if self.direct else None
+        return super()._use(runner)
+
+    def _resume(self, meta: Meta) -> None:
+        if self.runner is None:
+            self._partition = [tuple(names) for names in meta.buckets] or None
 
     def _unused(self, names: Sequence[str]) -> Sequence[str]:
         """Parameters of a bucket that this rank did not use since the last exchange.
@@ -292,11 +314,14 @@ class DDPWire(Wire):
     def interrupt(self) -> None:
         if self.runner is not None and not self.direct:
             super().interrupt()
-        elif any(not flight.future.done() for flight in self._flying):
+        elif any(not flight.future.done() for flight in self._dense.flying):
             self._closed = ExchangeError("interrupted while waiting for an all-reduce")
-            for flight in self._flying:
+            for flight in self._dense.flying:
                 flight.end(self._closed)
             self.world.close()
+
+    def _fail(self, error: ExchangeError) -> None:
+        self._closed = self._closed or error
 
     def close(self) -> None:
         if self._closed is None:
@@ -308,19 +333,6 @@ class DDPWire(Wire):
         return self._closed or super().error
 
 
-class _Flight:
-    """An all-reduce of the direct path. DDP waits for this future and not for gloo's own, which an abort does not end."""
-
-    def __init__(self) -> None:
-        self.future = Future[Any]()
-        self._lock = threading.Lock()
-
-    def end(self, value: Tensor | BaseException) -> None:
-        with self._lock:
-            if not self.future.done():
-                self.future.set_result(value)
-
-
 def _marker(used: set[int]) -> Callable[[Tensor], None]:
     def mark(parameter: Tensor) -> None:
         used.add(id(parameter))
@@ -330,6 +342,18 @@ def _marker(used: set[int]) -> Callable[[Tensor], None]:
 
 def _exchange_bucket(state: DDPWire, bucket: GradBucket) -> Future[torch.Tensor]:
     return state.on_bucket(bucket)
+
+
+def _passer(target: Future[Any]) -> Callable[[Future[Any]], None]:
+    """Hands a result, or an error as a value, on to a future that somebody waits for."""
+
+    def hand_on(future: Future[Any]) -> None:
+        try:
+            target.set_result(future.value())
+        except Exception as error:
+            target.set_result(error)
+
+    return hand_on
 
 
 def _unwrap(future: Future[Any]) -> Tensor:
