@@ -29,7 +29,7 @@ class LaplaceState(SparseState):
     saved: ClassVar[tuple[str, ...]] = ("warm",)
 
     def check(self) -> None:
-        threshold, tail, k, _ = self.warm
+        threshold, tail, k = self.warm[:3]
         if not bool(np.isfinite(self.warm).all()) or min(threshold, tail, k) < 0 or (tail > 0 and k < 1):
             raise ValueError(f"no search leaves {self.warm.tolist()}")
 
