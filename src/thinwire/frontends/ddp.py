@@ -286,10 +286,16 @@ class DDPWire(Wire):
         if bucket.is_last():
             held, self._held = self._held, []
             buckets, self._buckets = self._buckets, []
-            self._freeze(buckets)
-            for number, (names, buffer, future) in enumerate(held):
-                sent = self._submit(names, buffer, number == 0, number == len(held) - 1)
-                sent.add_done_callback(_passer(future))
+            try:
+                self._freeze(buckets)
+                for number, (names, buffer, future) in enumerate(held):
+                    sent = self._submit(names, buffer, number == 0, number == len(held) - 1)
+                    sent.add_done_callback(_passer(future))
+            except Exception as error:  # DDP waits for all of them
+                for _, _, future in held:
+                    if not future.done():
+                        future.set_result(error)
+                raise
         return ended.then(_unwrap)
 
     def _use(self, runner: Runner) -> Runner:

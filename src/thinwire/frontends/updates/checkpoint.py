@@ -160,7 +160,8 @@ def fold(opt: LocalUpdates, saved: Mapping[str, Any]) -> dict[str, Any]:
             prefix = f"rank{rank}.optimizer.{slot.name}."
             for key in [key for key in saved if key.startswith(prefix) and isinstance(saved[key], Tensor)]:
                 name = f"optimizer.{slot.name}.{key.removeprefix(prefix)}"
-                state.setdefault(f"folded.{name}", mean(name, saved[key]))
+                if f"folded.{name}" not in state:
+                    state[f"folded.{name}"] = mean(name, saved[key])
     for name, buffer in replica.buffers.items():
         state[f"folded.buffer.{name}"] = mean(f"buffer.{name}", buffer)
     first.begun = [slot.name for slot in replica.slots if any(slot.name in meta.begun for meta in metas)]
