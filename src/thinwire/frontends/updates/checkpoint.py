@@ -27,6 +27,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import SGD
 
 from ...engine import restore
 from ...engine.restore import tensor_of
@@ -175,7 +176,7 @@ def _known(replica: Replica) -> dict[str, tuple[bool, dict[str, tuple[tuple[int,
     coming = _coming(replica)
     return {
         slot.name: (
-            slot.name not in coming,
+            bool(replica.optimizer.state.get(slot.point)),
             {k: _form(t) for k, t in (coming.get(slot.name) or _memory(replica, slot.point)).items()},
         )
         for slot in replica.slots
@@ -236,7 +237,8 @@ def _memory(replica: Replica, point: Tensor) -> dict[str, Tensor]:
 def _coming(replica: Replica) -> dict[str, dict[str, Tensor]]:
     """What the optimizer will remember of parameters of which it remembers nothing yet: found out on a copy of it."""
     slots = [slot for slot in replica.slots if not replica.optimizer.state.get(slot.point)]
-    if not slots:
+    plain = type(replica.optimizer) is SGD and not any(group["momentum"] for group in replica.optimizer.param_groups)
+    if not slots or plain:
         return {}
     copied: dict[int, Any] = {}
     optimizer = copy.deepcopy(replica.optimizer, copied)
