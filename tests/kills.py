@@ -93,10 +93,12 @@ def _alarm(process: subprocess.Popen[str]) -> Iterator[None]:
 
 def _children(pid: int) -> list[int]:
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            found += map(int, (task / "children").read_text().split())
-    return [child for child in found if b"resume.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    with contextlib.suppress(OSError):  # they may end at any time
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                if b"resume.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(child)
+    return found
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -174,6 +174,7 @@ class DDPWire(Wire):
         self._dense = DensePath(world, self._inspect_direct, self._fail)
         self._held: list[tuple[tuple[str, ...], Tensor, Future[Any]]] = []
         self._own_steps = 0
+        self._matches = True
 
     def announce(self) -> None:
         """Say once, on rank 0, what is compressed and how."""
@@ -217,18 +218,18 @@ class DDPWire(Wire):
     def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
         if self.error is not None:
             raise WireClosed(f"this wire is closed: {self.error}") from self.error
-        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        if self.runner is not None and self.direct and not self.runner.members[0].carries:
+            self.dense_steps += bucket.is_last()
+            return self._reduce(bucket)
+        names = self._names_of(bucket)
         if self.runner is None:
             self._buckets.append([self._infos[name] for name in names])
             if self._dense_enough and not self.direct:
                 return self._hold(bucket, names)
-            future = self._reduce(bucket, names)
+            future = self._reduce(bucket)
             if bucket.is_last():
                 self._record()
             return future
-        if self.direct and not self.runner.members[0].carries:
-            self.dense_steps += bucket.is_last()
-            return self._reduce(bucket, names)
         return self._submit(names, bucket.buffer(), bucket.index() == 0, bucket.is_last())
 
     def _submit(self, names: tuple[str, ...], buffer: Tensor, first: bool, last: bool) -> Future[Tensor]:
@@ -247,14 +248,22 @@ class DDPWire(Wire):
             self._used.clear()
         return ended.then(_unwrap)
 
-    def _reduce(self, bucket: GradBucket, names: tuple[str, ...]) -> Future[Tensor]:
+    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The mean by plain all-reduces: nothing can be faster through a Python hook."""
         if bucket.index() == 0:
             self._begin_direct()
             self._dense.begin()
-        number = self._direct_steps
+            self._matches = True
+        number, partition = self._direct_steps, self._partition
+        names = self._names_of(bucket) if partition is not None else ()
+        self._matches &= partition is None or names in partition
+        if bucket.is_last() and self._matches and self.runner is not None and number > self._steps_until_final + 1:
+            self._partition = None  # the buckets are final, and are what it says: no need to look any more
         place = f"bucket {bucket.index()}, dense step {number - 1}"
-        return self._dense.bucket(names, bucket, self._partition, place, number).then(_unwrap)
+        return self._dense.bucket(names, bucket, partition, place, number).then(_unwrap)
+
+    def _names_of(self, bucket: GradBucket) -> tuple[str, ...]:
+        return tuple(self._names[id(parameter)] for parameter in bucket.parameters())
 
     def _record(self) -> None:
         """A dense step is over; once DDP's buckets are final, freeze the layout for the steps to come."""
@@ -286,10 +295,16 @@ class DDPWire(Wire):
         if bucket.is_last():
             held, self._held = self._held, []
             buckets, self._buckets = self._buckets, []
-            self._freeze(buckets)
-            for number, (names, buffer, future) in enumerate(held):
-                sent = self._submit(names, buffer, number == 0, number == len(held) - 1)
-                sent.add_done_callback(_passer(future))
+            try:
+                self._freeze(buckets)
+                for number, (names, buffer, future) in enumerate(held):
+                    sent = self._submit(names, buffer, number == 0, number == len(held) - 1)
+                    sent.add_done_callback(_passer(future))
+            except Exception as error:  # DDP waits for all of them
+                for _, _, future in held:
+                    if not future.done():
+                        future.set_result(error)
+                raise
         return ended.then(_unwrap)
 
     def _use(self, runner: Runner) -> Runner:

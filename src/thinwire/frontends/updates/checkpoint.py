@@ -27,6 +27,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import SGD
 
 from ...engine import restore
 from ...engine.restore import tensor_of
@@ -160,7 +161,8 @@ def fold(opt: LocalUpdates, saved: Mapping[str, Any]) -> dict[str, Any]:
             prefix = f"rank{rank}.optimizer.{slot.name}."
             for key in [key for key in saved if key.startswith(prefix) and isinstance(saved[key], Tensor)]:
                 name = f"optimizer.{slot.name}.{key.removeprefix(prefix)}"
-                state.setdefault(f"folded.{name}", mean(name, saved[key]))
+                if f"folded.{name}" not in state:
+                    state[f"folded.{name}"] = mean(name, saved[key])
     for name, buffer in replica.buffers.items():
         state[f"folded.buffer.{name}"] = mean(f"buffer.{name}", buffer)
     first.begun = [slot.name for slot in replica.slots if any(slot.name in meta.begun for meta in metas)]
@@ -174,7 +176,7 @@ def _known(replica: Replica) -> dict[str, tuple[bool, dict[str, tuple[tuple[int,
     coming = _coming(replica)
     return {
         slot.name: (
-            slot.name not in coming,
+            bool(replica.optimizer.state.get(slot.point)),
             {k: _form(t) for k, t in (coming.get(slot.name) or _memory(replica, slot.point)).items()},
         )
         for slot in replica.slots
@@ -235,7 +237,8 @@ def _memory(replica: Replica, point: Tensor) -> dict[str, Tensor]:
 def _coming(replica: Replica) -> dict[str, dict[str, Tensor]]:
     """What the optimizer will remember of parameters of which it remembers nothing yet: found out on a copy of it."""
     slots = [slot for slot in replica.slots if not replica.optimizer.state.get(slot.point)]
-    if not slots:
+    plain = type(replica.optimizer) is SGD and not any(group["momentum"] for group in replica.optimizer.param_groups)
+    if not slots or plain:
         return {}
     copied: dict[int, Any] = {}
     optimizer = copy.deepcopy(replica.optimizer, copied)
