@@ -155,11 +155,11 @@ def test_espresso_strikes_out_what_stands_before_a_bubble():
 
 
 def test_offloading_moves_codecs_to_the_processor():
-    """Three large tensors close together, then a long rest of backward that GPU codecs would delay."""
-    tensors = [PublishedTensor(f"t{i}", 16_000_000, 100.0) for i in range(3)] + [PublishedTensor("end", 10, 60_000.0)]
+    """GPU codecs delay the rest of backward, those on the processor do not."""
+    tensors = [PublishedTensor(f"t{i}", 2_000_000, 1200.0) for i in range(10)]
     results = {}
     for cpu in (False, True):
-        simulation = Simulation("four", tensors, [SIGN], NETWORKS["pcie-25g"], cpu=cpu)
+        simulation = Simulation("ten", tensors, [DGC], NETWORKS["pcie-25g"], cpu=cpu)
         results[cpu] = simulation.search("espresso")
     assert results[True].seconds < results[False].seconds
     devices = [op.device for group in results[True].groups for op in simulation.option(group[2]).leaf.ops]
