@@ -21,6 +21,8 @@ from .costs import Floats, GpuCodec, Ints, programs, vectors
 from .network import Network
 from .recurrence import CPU, GPU, LEAD, SER
 
+EQUAL = 1 + 1e-14
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -162,8 +164,11 @@ def _undominated(vector, counts, kept):  # type: ignore[no-untyped-def]
 
 @kernel
 def _beats(one, other):  # type: ignore[no-untyped-def]
-    """Whether `one` is at least as good whatever the state before it. A lead on the GPU never waits for the processor."""
-    if one[GPU] > other[GPU] or one[SER] > other[SER]:
+    """Whether `one` is at least as good whatever the state before it. A lead on the GPU never waits for the processor.
+
+    What differs by rounding alone, as an all-reduce and its two halves do, counts as equal.
+    """
+    if one[GPU] > other[GPU] * EQUAL or one[SER] > other[SER] * EQUAL:
         return False
     if one[CPU] == 0.0:
         return one[LEAD] <= other[LEAD] + other[CPU]

@@ -204,7 +204,7 @@ class Simulation:
         """When each operation starts and ends under the recurrence, in seconds since backward began."""
         compute, vector = self._lay_out(groups)
         spans = []
-        for group, (ready, begin, _) in zip(groups, recurrence.times(compute, vector), strict=True):
+        for group, (ready, begin, _) in zip(groups, recurrence.times(compute, vector).tolist(), strict=True):
             chain = self.chain(group)
             leads = next(at for at, (_, lane, _) in enumerate(chain) if lane not in ("gpu", "cpu"))
             # What leads starts when the tensor is ready, or as the processor comes to it; the rest when the stream is free.
@@ -238,3 +238,12 @@ def _gather(table: Table, owner: Ints) -> Table:
     offsets = np.concatenate([[0], np.cumsum(counts)])
     rows = np.arange(offsets[-1]) + np.repeat(table.offsets[owner] - offsets[:-1], counts)
     return Table(offsets, table.ids[rows], np.ascontiguousarray(table.vector[rows]))
+
+
+def warm_up() -> None:
+    """Load the searches, or compile them, which takes some seconds once: then their times are those of the search."""
+    tensors = [PublishedTensor(f"t{i}", 3_000_000, 100.0) for i in range(3)]
+    codec = GpuCodec("none", "", 1e-4, 1e-4, 0.5, 0.1, 0.0, False, 8)
+    simulation = Simulation("warm-up", tensors, [codec], Network(2, 2, 1e10, 1e9), cpu=True)
+    for name in Simulation.SEARCHES:
+        simulation.search(name)

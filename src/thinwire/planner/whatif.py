@@ -61,15 +61,15 @@ def _line(link: Link, nodes: int, rate: float) -> Line:
 
 def _cost(cost: CodecCost, before: int, after: int) -> CodecCost:
     codec, ratio = parse(cost.codec), after / before
-    rounds = list(cost.rounds)
-    decode = cost.decode
-    if isinstance(codec, MiCRO):
-        rounds = [_scaled(round_, 1 / ratio) if round_.collective == "all_gather" else round_ for round_ in rounds]
-    elif isinstance(codec, Int8) and any(round_.collective == "all_to_all" for round_ in rounds):
-        rounds = [_scaled(round_, 1 / ratio) if round_.collective == "all_gather" else round_ for round_ in rounds]
-    elif all(round_.collective == "all_gather" for round_ in rounds):
+    collectives = [round_.collective for round_ in cost.rounds]
+    rounds, decode = cost.rounds, cost.decode
+    if isinstance(codec, MiCRO) or (isinstance(codec, Int8) and "all_to_all" in collectives):
+        rounds = tuple(
+            _scaled(round_, 1 / ratio) if round_.collective == "all_gather" else round_ for round_ in rounds
+        )
+    elif set(collectives) == {"all_gather"}:
         decode = _times(decode, ratio)
-    return msgspec.structs.replace(cost, rounds=tuple(rounds), decode=decode)
+    return msgspec.structs.replace(cost, rounds=rounds, decode=decode)
 
 
 def _scaled(round_: Round, factor: float) -> Round:
