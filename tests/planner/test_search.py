@@ -166,6 +166,16 @@ def test_offloading_moves_codecs_to_the_processor():
     assert "cpu" in devices
 
 
+def test_nothing_is_compressed_for_nothing():
+    """Backward is so slow that all exchanges hide behind it, but for the last one."""
+    tensors = [PublishedTensor(f"t{i}", 1_000_000, 50_000.0) for i in range(6)]
+    simulation = Simulation("slow", tensors, [DGC], NETWORKS["pcie-25g"])
+    for name in ("espresso", "exact", "joint"):
+        codecs = [simulation.option(option).codec for _, _, option in simulation.search(name).groups]
+        assert codecs[:-1] == [None] * (len(codecs) - 1)
+        assert codecs[-1] is DGC
+
+
 def test_one_rank_has_nothing_to_exchange():
     simulation = Simulation("random", model(random.Random(13), 10), [DGC], Network(1, 1, 1e10, 1e9))
     for name in ("fp32", "espresso", "exact", "joint"):

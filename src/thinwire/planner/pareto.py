@@ -49,7 +49,7 @@ class Solution:
     cut: bool
 
 
-def solve(problem: Problem, limit: int = 0, beams: Sequence[int] = (16, 256)) -> Solution:
+def solve(problem: Problem, limit: int = 0, beams: Sequence[int] = (16,)) -> Solution:
     """The least F. Narrow passes first give a plan, and with it the bound for the pass that counts.
 
     limit: at most so many ways are kept at each tensor (0: all). If it was met, `cut` is set, and F may not be the least.

@@ -18,6 +18,8 @@ from .plan import Operation
 from .published import PublishedTensor
 
 JOINT_WIDTH = 48
+SMALL = 0.0005
+"""Share of all elements, and of backward, below which a tensor is not parted from the one before it."""
 OFFLOAD_COMBINATIONS = 20_000
 
 
@@ -156,26 +158,53 @@ class Simulation:
         offsets = np.concatenate([[0, 0], table.offsets[1:]])
         problem = pareto.Problem(self.compute, np.ones(1, np.int64), offsets, table.vector)
         # Where the processor is a third clock the ways to be kept can be too many; then the greedy plan may still be better.
-        found = pareto.solve(problem, limit=256, beams=(16,)) if self.cpu else pareto.solve(problem)
+        found = pareto.solve(problem, limit=256 if self.cpu else 0)
         groups = [(start, stop, int(table.ids[row])) for start, stop, row in found.groups]
-        return (self._better(groups, self._espresso()), False) if found.cut else (groups, True)
+        if found.cut:
+            return self._spared(self._better(groups, self._espresso())), False
+        return self._spared(groups), True
 
     def _joint(self) -> tuple[list[tuple[int, int, int]], bool]:
         exact, _ = self._exact()
-        lengths = pareto.lengths_up_to(len(self.compute))
-        total = np.concatenate([[0.0], np.cumsum(self.elements)])
-        stops, kinds = np.divmod(np.arange((len(self.compute) + 1) * len(lengths)), len(lengths))
+        edges = self._edges()
+        compute = np.add.reduceat(self.compute, edges[:-1])
+        total = np.concatenate([[0.0], np.cumsum(self.elements)])[edges]
+        lengths = pareto.lengths_up_to(len(compute))
+        stops, kinds = np.divmod(np.arange((len(compute) + 1) * len(lengths)), len(lengths))
         valid = stops >= lengths[kinds]
         sizes = total[stops[valid]] - total[stops[valid] - lengths[kinds[valid]]]
         distinct, owner = np.unique(sizes, return_inverse=True)
-        candidates = self.menu.candidates(float(self.elements.min()), float(total[-1]))
+        candidates = self.menu.candidates(float(distinct[0]), float(total[-1]))
         table = _gather(self.menu.table(distinct, np.union1d(candidates, self.table.ids)), owner)
         counts = np.zeros(len(valid), np.int64)
         counts[valid] = np.diff(table.offsets)
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        found = pareto.solve(pareto.Problem(self.compute, lengths, offsets, table.vector), JOINT_WIDTH, beams=(16,))
-        groups = [(start, stop, int(table.ids[row])) for start, stop, row in found.groups]
-        return self._better(groups, exact), False
+        found = pareto.solve(pareto.Problem(compute, lengths, offsets, table.vector), JOINT_WIDTH)
+        groups = [(int(edges[start]), int(edges[stop]), int(table.ids[row])) for start, stop, row in found.groups]
+        return self._spared(self._better(groups, exact)), False
+
+    def _edges(self) -> Ints:
+        """Where a group may end: not before a tensor that adds next to nothing to the group and to the wait for it."""
+        small = (self.elements < SMALL * self.elements.sum()) & (self.compute < SMALL * self.compute.sum())
+        return np.concatenate([[0], 1 + np.flatnonzero(~small[1:]), [len(small)]])
+
+    def _spared(self, groups: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """The same without compression where that makes no step longer, the largest groups first."""
+        compute, vector = self._lay_out(groups)
+        sizes = np.array([self.elements[start:stop].sum() for start, stop, _ in groups])
+        plain = self.menu.vectors(sizes, np.arange(self.menu.dense))
+        best, limit = np.argmin(plain[:, :, recurrence.SER], axis=0), recurrence.finish(compute, vector)
+        found = list(groups)
+        for at in np.argsort(-sizes, kind="stable"):
+            start, stop, option = groups[at]
+            if self.option(option).codec is not None:
+                before = vector[at].copy()
+                vector[at] = plain[best[at], at]
+                if recurrence.finish(compute, vector) <= limit:
+                    found[at] = (start, stop, int(best[at]))
+                else:
+                    vector[at] = before
+        return found
 
     def _better(self, *plans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         return min(plans, key=self.seconds)
