@@ -83,6 +83,7 @@ def row(simulation: Simulation, found: Outcome, dense: float, codec: str) -> dic
         "bound_seconds": simulation.bound,
         "dense_seconds": dense,
         "search_seconds": found.search_seconds,
+        "search_cpu_seconds": found.search_cpu_seconds,
         "groups": len(found.groups),
         "tensors": len(simulation.tensors),
         "compressed_share": float(compressed / simulation.elements.sum()),

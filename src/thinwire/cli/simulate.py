@@ -109,13 +109,22 @@ def _measured(job: Profile, sizes: Sequence[int], inter: str) -> list[dict[str, 
             made = choose(elsewhere(job, size, parse_bytes_per_second(text)))
             row = measured_row(made)
             codecs = dict.fromkeys(group.codec for group in made.groups)
-            rows.append({**row, "network": f"{size}x1 {text.strip()}", "codec": "+".join(codecs)})
+            rows.append(
+                {
+                    **row,
+                    "search_cpu_seconds": row["search_seconds"],
+                    "network": f"{size}x1 {text.strip()}",
+                    "codec": "+".join(codecs),
+                }
+            )
     return rows
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
     searches = list(dict.fromkeys(row["search"] for row in rows))
-    table = Table(title="milliseconds a step; in brackets those of the search", title_justify="left")
+    table = Table(
+        title="milliseconds a step; in brackets those of processor time that the search took", title_justify="left"
+    )
     for column in (
         "model",
         "network",
@@ -129,11 +138,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for key in dict.fromkeys((row["model"], row["network"], row["codec"]) for row in rows):
         mine = {row["search"]: row for row in rows if (row["model"], row["network"], row["codec"]) == key}
         first, last = next(iter(mine.values())), list(mine.values())[-1]
-        cells = [
-            f"{1e3 * mine[name]['predicted_seconds']:.1f} [{1e3 * mine[name]['search_seconds']:.0f}]"
-            for name in searches
-            if name != "fp32"
-        ]
+        cells = [_cell(mine[name]) for name in searches if name != "fp32"]
         table.add_row(
             *key,
             f"{1e3 * first['bound_seconds']:.1f}",
@@ -142,6 +147,11 @@ def _show(rows: list[dict[str, Any]]) -> None:
             f"{last['scaling_factor']:.3f}",
         )
     (output if output.is_terminal else Console(highlight=False, width=180)).print(table)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    spent = row.get("search_cpu_seconds", row["search_seconds"])
+    return f"{1e3 * row['predicted_seconds']:.1f} [{1e3 * spent:.0f}]"
 
 
 def _plot(path: Path, rows: list[dict[str, Any]]) -> None:

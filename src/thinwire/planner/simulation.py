@@ -35,6 +35,7 @@ class Outcome:
     seconds: float
     groups: list[tuple[int, int, int]]
     search_seconds: float
+    search_cpu_seconds: float
     proven: bool = False
 
 
@@ -83,10 +84,10 @@ class Simulation:
             raise PlanError(f"there is no search {name!r}; there are: {', '.join(searches)}")
         self.__dict__.pop("table", None)  # its making belongs to the time of a search
         self.__dict__.pop("gpu_table", None)
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.thread_time()
         groups, proven = searches[name]()
-        spent = time.perf_counter() - start
-        return Outcome(name, self.seconds(groups), groups, spent, proven)
+        spent, worked = time.perf_counter() - start, time.thread_time() - worked
+        return Outcome(name, self.seconds(groups), groups, spent, worked, proven)
 
     def seconds(self, groups: Sequence[tuple[int, int, int]]) -> float:
         """Forward and F of any plan."""
@@ -191,7 +192,7 @@ class Simulation:
     def _spared(self, groups: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """The same without compression where that makes no step longer, the largest groups first."""
         compute, vector = self._lay_out(groups)
-        sizes = np.array([self.elements[start:stop].sum() for start, stop, _ in groups])
+        sizes = np.add.reduceat(self.elements, [start for start, _, _ in groups])
         plain = self.menu.vectors(sizes, np.arange(self.menu.dense))
         best, limit = np.argmin(plain[:, :, recurrence.SER], axis=0), recurrence.finish(compute, vector)
         found = list(groups)
@@ -213,10 +214,10 @@ class Simulation:
 
     def _lay_out(self, groups: Sequence[tuple[int, int, int]]) -> tuple[Floats, Floats]:
         """Computation and costs of each group."""
-        compute = np.array([self.compute[start:stop].sum() for start, stop, _ in groups])
+        starts = [start for start, _, _ in groups]
+        compute, sizes = np.add.reduceat(self.compute, starts), np.add.reduceat(self.elements, starts)
         vector = np.zeros((len(groups), 4))
         numbers = np.array([option for _, _, option in groups])
-        sizes = np.array([self.elements[start:stop].sum() for start, stop, _ in groups])
         for option in np.unique(numbers):
             mine = np.flatnonzero(numbers == option)
             vector[mine] = self.menu.vectors(sizes[mine], np.array([option]))[0]
