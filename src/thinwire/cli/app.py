@@ -8,6 +8,8 @@ import typer
 
 from ..version import __version__
 from . import bench, demo, lab
+from .plan import plan
+from .simulate import simulate
 
 app = typer.Typer(
     name="thinwire",
@@ -19,6 +21,8 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.command()(demo.demo)
+app.command()(plan)
+app.command()(simulate)
 
 
 def _version(wanted: bool) -> None:
