@@ -87,16 +87,15 @@ def last_bubble(compute: Floats, vector: Floats) -> Any:
 
 
 @kernel
-def improve(compute: Floats, vector: Floats, picks: Any, order: Any, offsets: Any, rows: Floats) -> Any:
+def improve(compute: Floats, vector: Floats, picks: Any, order: Any, offsets: Any, rows: Floats) -> None:
     """Espresso's Algorithm 1: for each tensor in `order` the row that shortens F most, if one does. Changes vector and picks.
 
     rows[offsets[i] : offsets[i + 1]] are the ways of tensor i. Whenever a bubble has appeared, tensors before it that travel
-    uncompressed are struck out. Returns how often F was computed.
+    uncompressed are struck out.
     """
     count = compute.shape[0]
     struck = np.zeros(count, np.bool_)
     before = np.zeros((1, 4))
-    evaluations = 1
     best = finish(compute, vector)
     for turn in range(-1, count):
         if turn >= 0:
@@ -107,7 +106,6 @@ def improve(compute: Floats, vector: Floats, picks: Any, order: Any, offsets: An
             chosen = -1
             for row in range(offsets[tensor], offsets[tensor + 1]):
                 _copy(rows, row, vector, tensor)
-                evaluations += 1
                 seconds = finish(compute, vector)
                 if seconds < best:
                     best, chosen = seconds, row
@@ -119,7 +117,6 @@ def improve(compute: Floats, vector: Floats, picks: Any, order: Any, offsets: An
         for earlier in range(last_bubble(compute, vector)):
             if picks[earlier] < 0:
                 struck[earlier] = True
-    return evaluations
 
 
 @kernel
