@@ -51,8 +51,8 @@ def test_exact_is_brute_force_on_small_instances(cpu):
     for _ in range(250):
         compute, tables = instance(generator, 6, cpu)
         best = min(finish(zip(compute, ways, strict=True)) for ways in itertools.product(*tables))
-        found = pareto.solve(pareto.singles(compute, tables), beams=(1, 3))
-        rows = np.concatenate(tables)
+        rows, offsets = np.concatenate(tables), np.cumsum([0, *map(len, tables)])
+        found = pareto.solve(pareto.singles(compute, offsets, rows), beams=(1, 3))
         assert found.seconds == best
         assert finish((compute[start], rows[row]) for start, _, row in found.groups) == best
         assert not found.cut

@@ -101,27 +101,21 @@ class Menu:
         grid = np.geomspace(max(low, 1.0), max(high, 2.0), points)
         return np.unique(self.table(grid).ids)
 
-    def on_cpu(self, option: int) -> int:
-        """The same chain with every codec operation on the processor."""
-        return self._on_cpu().get(option, option)
+    @functools.cached_property
+    def gpu_only(self) -> Ints:
+        """The options that leave the processor alone."""
+        return np.flatnonzero([all(op.device != "cpu" for op in option.leaf.ops) for option in self.options])
 
     @functools.cached_property
-    def gpu_only(self) -> NDArray[np.bool_]:
-        return np.array([all(op.device != "cpu" for op in option.leaf.ops) for option in self.options])
-
-    def _on_cpu(self) -> dict[int, int]:
-        if not hasattr(self, "_moved"):
-            plain: dict[tuple[str, str], int] = {}
-            for index, option in enumerate(self.options):
-                works = [op for op in option.leaf.ops if op.scope is None]
-                if option.codec is not None and all(op.device == "cpu" for op in works):
-                    plain[option.codec.name, str(option.leaf).replace("@cpu", "")] = index
-            self._moved = {
-                index: plain[key]
-                for index, option in enumerate(self.options)
-                if option.codec is not None and (key := (option.codec.name, str(option.leaf))) in plain
-            }
-        return self._moved
+    def on_cpu(self) -> dict[int, int]:
+        """To an option that leaves it alone the same chain with every codec operation on the processor."""
+        numbers = {(option.codec, str(option.leaf)): index for index, option in enumerate(self.options)}
+        found = {}
+        for (codec, chain), index in numbers.items():
+            moved = " ".join(f"{word}@cpu" if word in ("comp", "dec") else word for word in chain.split())
+            if "@cpu" not in chain and (codec, moved) in numbers:
+                found[index] = numbers[codec, moved]
+        return found
 
 
 @functools.cache

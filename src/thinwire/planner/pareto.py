@@ -98,11 +98,9 @@ def lengths_up_to(count: int, dense: int = 16, growth: float = 1.2) -> Ints:
     return np.array(found, np.int64)
 
 
-def singles(compute: Floats, tables: Sequence[Floats]) -> Problem:
-    """Every tensor by itself: tables[i] are the ways of tensor i."""
-    offsets = np.zeros(len(compute) + 2, np.int64)
-    offsets[2:] = np.cumsum([len(table) for table in tables])
-    return Problem(compute, np.ones(1, np.int64), offsets, np.concatenate(tables))
+def singles(compute: Floats, offsets: Ints, vector: Floats) -> Problem:
+    """Every tensor by itself: rows offsets[i] to offsets[i + 1] are the ways of tensor i."""
+    return Problem(compute, np.ones(1, np.int64), np.concatenate([[0], offsets]), vector)
 
 
 @kernel

@@ -24,6 +24,16 @@ REFERENCE_MESSAGES = 8
 """The decode time is that of one message from each of the paper's eight machines."""
 
 
+_OURS_OF = {
+    "fp16": "cast(dtype='fp16')",
+    "random_k": "",
+    "dgc": "dgc(density={density})",
+    "efsignsgd": "sign",
+    "onebit": "",
+}
+_PUBLISHED_OF = {"cast": "fp16", "randomk": "random_k", "dgc": "dgc", "sign": "efsignsgd"}
+
+
 class PublishedTensor(msgspec.Struct, array_like=True, frozen=True):
     name: str
     elements: int
@@ -126,13 +136,3 @@ class Published(msgspec.Struct, frozen=True):
         if not 0 < decode < both:
             raise ProfileError(f"the times of {name!r}: decode alone takes {decode} us, with encode {both}")
         return both, decode
-
-
-_OURS_OF = {
-    "fp16": "cast(dtype='fp16')",
-    "random_k": "",
-    "dgc": "dgc(density={density})",
-    "efsignsgd": "sign",
-    "onebit": "",
-}
-_PUBLISHED_OF = {"cast": "fp16", "randomk": "random_k", "dgc": "dgc", "sign": "efsignsgd"}

@@ -87,35 +87,36 @@ def last_bubble(compute: Floats, vector: Floats) -> Any:
 
 
 @kernel
-def improve(compute: Floats, vector: Floats, picks: Any, order: Any, offsets: Any, rows: Floats) -> Any:
+def improve(compute: Floats, vector: Floats, picks: Any, order: Any, offsets: Any, rows: Floats) -> None:
     """Espresso's Algorithm 1: for each tensor in `order` the row that shortens F most, if one does. Changes vector and picks.
 
     rows[offsets[i] : offsets[i + 1]] are the ways of tensor i. Whenever a bubble has appeared, tensors before it that travel
-    uncompressed are struck out. Returns how often F was computed.
+    uncompressed are struck out.
     """
     count = compute.shape[0]
     struck = np.zeros(count, np.bool_)
-    evaluations = 1
+    before = np.zeros((1, 4))
     best = finish(compute, vector)
     for turn in range(-1, count):
         if turn >= 0:
             tensor = order[turn]
             if struck[tensor]:
                 continue
-            before, chosen = vector[tensor].copy(), -1
+            _copy(vector, tensor, before, 0)
+            chosen = -1
             for row in range(offsets[tensor], offsets[tensor + 1]):
-                vector[tensor] = rows[row]
-                evaluations += 1
+                _copy(rows, row, vector, tensor)
                 seconds = finish(compute, vector)
                 if seconds < best:
                     best, chosen = seconds, row
-            vector[tensor] = rows[chosen] if chosen >= 0 else before
             if chosen >= 0:
                 picks[tensor] = chosen
+                _copy(rows, chosen, vector, tensor)
+            else:
+                _copy(before, 0, vector, tensor)
         for earlier in range(last_bubble(compute, vector)):
             if picks[earlier] < 0:
                 struck[earlier] = True
-    return evaluations
 
 
 @kernel
@@ -129,40 +130,52 @@ def offload(compute: Floats, vector: Floats, moved: Floats, members: Any, edges:
     combinations = 1.0
     for k in range(groups):
         combinations *= edges[k + 1] - edges[k] + 1
-    best = finish(compute, vector)
-    trial = vector.copy()
+    best, trial = finish(compute, vector), vector.copy()
     if combinations <= most:
         tried = np.zeros(groups, np.int64)
         while True:
             k = 0  # count up, like an odometer
             while k < groups and tried[k] == edges[k + 1] - edges[k]:
                 for at in range(edges[k], edges[k + 1]):
-                    trial[members[at]] = vector[members[at]]
+                    _copy(vector, members[at], trial, members[at])
                 tried[k] = 0
                 k += 1
             if k == groups:
                 return best
-            trial[members[edges[k] + tried[k]]] = moved[members[edges[k] + tried[k]]]
+            tensor = members[edges[k] + tried[k]]
+            _copy(moved, tensor, trial, tensor)
             tried[k] += 1
             seconds = finish(compute, trial)
             if seconds < best:
                 best = seconds
-                counts[:] = tried
+                for at in range(groups):
+                    counts[at] = tried[at]
     improved = True
     while improved:
         improved = False
         for k in range(groups):
             before = counts[k]
             for count in range(edges[k + 1] - edges[k] + 1):
-                for at in range(edges[k], edges[k + 1]):
-                    tensor = members[at]
-                    trial[tensor] = moved[tensor] if at - edges[k] < count else vector[tensor]
+                _move(vector, moved, members, edges[k], edges[k + 1], count, trial)
                 seconds = finish(compute, trial)
                 if seconds < best:
                     best = seconds
                     counts[k] = count
             improved = improved or counts[k] != before
-            for at in range(edges[k], edges[k + 1]):
-                tensor = members[at]
-                trial[tensor] = moved[tensor] if at - edges[k] < counts[k] else vector[tensor]
+            _move(vector, moved, members, edges[k], edges[k + 1], counts[k], trial)
     return best
+
+
+@kernel
+def _move(vector: Floats, moved: Floats, members: Any, start: int, stop: int, count: int, trial: Floats) -> None:
+    """The first `count` of a group as on the processor, the others as they were."""
+    for at in range(start, stop):
+        tensor = members[at]
+        _copy(moved if at - start < count else vector, tensor, trial, tensor)
+
+
+@kernel
+def _copy(source: Floats, row: int, target: Floats, at: int) -> None:
+    """One row. (Assigning rows as such takes the compiler seconds.)"""
+    for column in range(4):
+        target[at, column] = source[row, column]

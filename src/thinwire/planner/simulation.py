@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,8 +81,6 @@ class Simulation:
         }
         if name not in searches:
             raise PlanError(f"there is no search {name!r}; there are: {', '.join(searches)}")
-        self.__dict__.pop("table", None)  # its making belongs to the time of a search
-        self.__dict__.pop("gpu_table", None)
         start, worked = time.perf_counter(), time.thread_time()
         groups, proven = searches[name]()
         spent, worked = time.perf_counter() - start, time.thread_time() - worked
@@ -98,16 +95,8 @@ class Simulation:
 
     # -- the searches --------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def table(self) -> Table:
+    def _table(self, only: Ints | None = None) -> Table:
         """The ways that are left for each tensor."""
-        return self._spread(None)
-
-    @functools.cached_property
-    def gpu_table(self) -> Table:
-        return self._spread(np.flatnonzero(self.menu.gpu_only)) if self.cpu else self.table
-
-    def _spread(self, only: Ints | None) -> Table:
         sizes, owner = np.unique(self.elements, return_inverse=True)
         return _gather(self.menu.table(sizes, only), owner)
 
@@ -122,7 +111,7 @@ class Simulation:
         return [(i, i + 1, int(best[size])) for i, size in enumerate(owner)]
 
     def _espresso(self) -> list[tuple[int, int, int]]:
-        table = self.gpu_table
+        table = self._table(self.menu.gpu_only if self.cpu else None)
         groups = self._alone(0, self.menu.dense)
         compute, vector = self._lay_out(groups)
         picks = np.full(len(compute), -1)
@@ -143,8 +132,8 @@ class Simulation:
             return
         moved = vector.copy()
         for (size, option), members in alike.items():
-            target = self.menu.on_cpu(option)
-            moved[members] = self.menu.vectors(np.array([size]), np.array([target]))[0, 0]
+            target = np.array([self.menu.on_cpu[option]])
+            moved[members] = self.menu.vectors(np.array([size]), target)[0, 0]
         groups = list(alike.values())
         edges = np.cumsum([0, *map(len, groups)])
         counts = np.zeros(len(groups), np.int64)
@@ -152,12 +141,11 @@ class Simulation:
         recurrence.offload(compute, vector, moved, flat, edges, OFFLOAD_COMBINATIONS, counts)
         for members, count in zip(groups, counts, strict=True):
             for i in members[:count]:
-                chosen[i] = self.menu.on_cpu(chosen[i])
+                chosen[i] = self.menu.on_cpu[chosen[i]]
 
     def _exact(self) -> tuple[list[tuple[int, int, int]], bool]:
-        table = self.table
-        offsets = np.concatenate([[0, 0], table.offsets[1:]])
-        problem = pareto.Problem(self.compute, np.ones(1, np.int64), offsets, table.vector)
+        table = self._table()
+        problem = pareto.singles(self.compute, table.offsets, table.vector)
         # Where the processor is a third clock the ways to be kept can be too many; then the greedy plan may still be better.
         found = pareto.solve(problem, limit=256 if self.cpu else 0)
         groups = [(start, stop, int(table.ids[row])) for start, stop, row in found.groups]
@@ -176,7 +164,7 @@ class Simulation:
         sizes = total[stops[valid]] - total[stops[valid] - lengths[kinds[valid]]]
         distinct, owner = np.unique(sizes, return_inverse=True)
         candidates = self.menu.candidates(float(distinct[0]), float(total[-1]))
-        table = _gather(self.menu.table(distinct, np.union1d(candidates, self.table.ids)), owner)
+        table = _gather(self.menu.table(distinct, np.union1d(candidates, self._table().ids)), owner)
         counts = np.zeros(len(valid), np.int64)
         counts[valid] = np.diff(table.offsets)
         offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -247,17 +235,13 @@ class Simulation:
             spans.append(tuple(found))
         return spans
 
-    def events(self, groups: Sequence[tuple[int, int, int]], links: int = 1) -> float:
-        """Forward and what the timeline by events makes of the plan: chains overlap, decoding interrupts backward.
-
-        links: 1, one row of communication as in the paper's figures, or 2, inside and between machines.
-        """
-        chains = []
-        for group in groups:
-            lanes = [(lane if lane in ("gpu", "cpu") else "comm", s) for _, lane, s in self.chain(group)]
-            if links == 2:
-                lanes = [("inter" if lane == "flat" else lane, s) for _, lane, s in self.chain(group)]
-            chains.append(lanes)
+    def events(self, groups: Sequence[tuple[int, int, int]]) -> float:
+        """Forward and what the timeline by events makes of the plan: chains overlap, decoding interrupts backward, codecs on
+        the processor wait for each other, and there is one row of communication, as in the paper's figures."""
+        chains = [
+            [(lane if lane in ("gpu", "cpu") else "comm", seconds) for _, lane, seconds in self.chain(group)]
+            for group in groups
+        ]
         compute, _ = self._lay_out(groups)
         return self.forward + timeline.run(compute.tolist(), chains, in_order=True).seconds
 
