@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -19,7 +18,7 @@ from ..log import logger
 from ..schemes import tree
 from ..schemes.chain import choose
 from ..schemes.world import Place, TorchWorld, World
-from . import interrupt
+from . import interrupt, words
 from .agree import agree
 from .checkpoint import Checkpoint
 from .layout import Layout, TensorInfo
@@ -129,6 +128,11 @@ class Wire(Checkpoint):
         if chain and tree.parse(chain).hierarchical and self.world.ranks_per_node is None:
             raise ChainError(f"{chain!r} needs nodes: {self.world.why}")
 
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody waits for a result."""
+        return self.runner is not None and self.runner.busy
+
     def interrupt(self) -> None:
         if self.runner is not None:
             self.runner.interrupt()
@@ -211,9 +215,7 @@ class Wire(Checkpoint):
         """`stats()` of every rank, in rank order. A collective. The rank with the least `wire_seconds` is the straggler."""
         if not isinstance(self.world, TorchWorld):
             return [self.stats()]
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, self.stats(), group=self.world.parent)
-        return everyone
+        return words.gather(self.stats(), self.world.parent)
 
     # -- mixed precision and non-finite values -------------------------------------------------------------------------
 

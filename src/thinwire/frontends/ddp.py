@@ -1,6 +1,7 @@
 """Gradients of `DistributedDataParallel`, through its communication hook."""
 # No postponed annotations here: DDP checks those of the hook, and texts do not pass.
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -326,17 +327,23 @@ class DDPWire(Wire):
         used = {self._names[key] for key in self._used}
         return [name for name in names if name not in used]
 
+    @property
+    def waiting(self) -> bool:
+        return super().waiting or any(not flight.future.done() for flight in self._dense.flying)
+
     def interrupt(self) -> None:
-        if self.runner is not None and not self.direct:
+        if super().waiting:
             super().interrupt()
-        elif any(not flight.future.done() for flight in self._dense.flying):
+        elif self.waiting:
             self._closed = ExchangeError("interrupted while waiting for an all-reduce")
             for flight in self._dense.flying:
                 flight.end(self._closed)
-            self.world.close()
+            super().close()
 
     def _fail(self, error: ExchangeError) -> None:
         self._closed = self._closed or error
+        # Not here: this is a thread of the group that is to be destroyed.
+        threading.Thread(target=self.close, name="thinwire-farewell", daemon=True).start()
 
     def close(self) -> None:
         if self._closed is None:

@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 
-from ...engine import restore
+from ...engine import restore, words
 from ...engine.restore import tensor_of
 from ...errors import StateError
 from ...log import logger
@@ -99,8 +98,7 @@ def folded(opt: LocalUpdates) -> dict[str, Any]:
     replicas = opt._replicas
     known = [_known(replica) for replica in replicas]
     if isinstance(opt.exchange.world, TorchWorld):
-        mine, known = known[0], [{} for _ in range(opt.exchange.world.size)]
-        dist.all_gather_object(known, mine, group=opt.exchange.world.parent)
+        known = words.gather(known[0], opt.exchange.world.parent)
     begun = []
     for index, slot in enumerate(replicas[0].slots):
         state[f"folded.shared.{slot.name}"] = opt.settled(index)[0]
