@@ -294,6 +294,7 @@ def load(opt: LocalUpdates, saved: Mapping[str, Any] | Sequence[Mapping[str, Any
         opt._way.restart(meta.draws)
     for plan in plans:
         plan.carry_out()
+    opt._compared = False
     if not isinstance(opt._way, Blocks):
         opt._way.moved = opt._local > 0
 
@@ -326,7 +327,7 @@ class _Plan:
             for key in saved:
                 if key.startswith(prefix) and "." not in key.removeprefix(prefix):
                     like = saved[key]
-                    if not isinstance(like, Tensor) or (like.dim() and like.shape != slot.point.shape):
+                    if not _is_plain(like) or (like.dim() and like.shape != slot.point.shape):
                         raise StateError(f"{key!r} does not fit the parameter, of shape {tuple(slot.point.shape)}")
                     memory[key.removeprefix(prefix)] = tensor_of(saved, key, like)
             self.memory.append(memory if slot.name in self.meta.begun else {})
@@ -353,6 +354,15 @@ class _Plan:
                     present.fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor with numbers of its own, that an optimizer can remember."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not (value.is_meta or value.is_quantized or value.is_complex())
+    )
 
 
 def _decode(saved: Mapping[str, Any], owner: str) -> Meta:
