@@ -156,6 +156,7 @@ class DDPWire(Wire):
     ) -> None:
         tracks_unused = module.find_unused_parameters or module.static_graph
         super().__init__(world, codec, tensors, chain=chain, protected=scaler is not None, tracks_unused=tracks_unused)
+        self._module = weakref.ref(module)
         self._scaler = scaler
         self._exclude, self._min_elements = exclude, min_elements
         named = _parameters(module)
@@ -210,11 +211,20 @@ class DDPWire(Wire):
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         # A hook that raises leaves DDP in pieces: it must be told through the future.
         try:
+            self._check_join()
             return self._exchange(bucket)
         except Exception as error:
             failed = Future[Any]()
             failed.set_result(error)
             return failed.then(_unwrap)
+
+    def _check_join(self) -> None:
+        module = self._module()
+        if module is not None and module._join_config.enable and not module._divide_by_initial_world_size:
+            raise ExchangeError(
+                "join(divide_by_initial_world_size=False) is not possible with a communication hook, which DDP does not tell "
+                "how many ranks have not joined: leave it at True"
+            )
 
     def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
         if self.error is not None:
