@@ -32,7 +32,7 @@ from thinwire import Wire
 
 ROOT = Path(__file__).parents[2]
 HANG_SECONDS = 100.0  # far more than any timeout of the exchanges, far less than the sleep of a rank that stays away
-PATIENCE = timedelta(seconds=2.5)
+PATIENCE = timedelta(seconds=2)
 BEGUN = 4
 
 

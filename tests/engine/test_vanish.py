@@ -23,7 +23,6 @@ PLACES = {
     "attach:dense": rf"bucket \d, dense step {BEGUN}, all-reduce \(average\), rank 0",
     "exchange:adacomp": rf"group \d, step {BEGUN}, all-gather of round 1, rank 0",
     "updates:randomblock(ratio=8)": rf"(head|bucket \d), step {BEGUN}, all-reduce \(average\), rank 0",
-    "updates:topk(density=0.05)": rf"head, step {BEGUN}, all-reduce \(average\), rank 0",
 }
 
 

@@ -13,16 +13,21 @@ from torch import Tensor
 from ..errors import ExchangeError
 
 SLICE_SECONDS = 0.2
+LARGEST = 1 << 28
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The values of all ranks, in rank order, as JSON knows them: tuples come as lists. A collective; Ctrl-C ends it."""
     device = _device(group)
-    mine = torch.tensor(list(msgspec.json.encode(value)), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
     world = dist.get_world_size(group)
     sizes = torch.empty(world, dtype=torch.int64, device=device)
     _wait(dist.all_gather_single(sizes, torch.tensor([mine.numel()], device=device), group=group, async_op=True))
-    longest = int(sizes.max())
+    shortest, longest = int(sizes.min()), int(sizes.max())
+    if shortest < 0 or longest > LARGEST:
+        raise ExchangeError(
+            f"a rank wants to say {longest if shortest >= 0 else shortest} bytes; {LARGEST} are possible"
+        )
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: mine.numel()] = mine
     everything = torch.empty(world * longest, dtype=torch.uint8, device=device)
@@ -44,7 +49,10 @@ def _wait(work: dist.Work) -> None:
     work.get_future().add_done_callback(lambda _: ended.set())
     while not ended.wait(SLICE_SECONDS):
         pass
-    work.wait()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise ExchangeError(f"all-gather of what ranks tell each other outside of steps: {error}") from error
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

@@ -208,9 +208,7 @@ class LocalUpdates(Optimizer):
         """In the first step after a load, which is local: whether all ranks have loaded the same one."""
         if not self._compared and isinstance(self.exchange.world, TorchWorld):
             try:
-                agree(
-                    self.exchange.world.groups[0], {"step": self.steps, "draws": self._way.draws, "local": self._local}
-                )
+                agree(self.exchange.world.parent, {"step": self.steps, "draws": self._way.draws, "local": self._local})
             except AttachError as error:
                 raise ExchangeError(f"in the first step after a load: {error}") from None
         self._compared = True
