@@ -47,6 +47,7 @@ class Wire(Checkpoint):
         self._guarded = False
         self._scaler: GradScaler | None = None
         self._direct_steps = self._direct_skipped = self._direct_void = 0
+        self._went_direct = False
         self._lock = threading.Lock()
         self._finalizer: weakref.finalize[..., Any] | None = None
         interrupt.watch(self)
@@ -187,9 +188,9 @@ class Wire(Checkpoint):
     @property
     def skipped_last_step(self) -> bool:
         """Whether the last step was void on all ranks, because a gradient was not finite somewhere."""
-        if self.runner is not None and self.runner.statistics.steps:
-            return self.runner.members[0].last_off
-        return 0 < self._direct_steps == self._direct_void
+        if self._went_direct:
+            return self._direct_steps == self._direct_void
+        return self.runner is not None and self.runner.members[0].last_off
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank, means over steps: bytes it hands to collectives, seconds by phase, density, residual norm."""
@@ -273,6 +274,7 @@ class Wire(Checkpoint):
     def _begin_direct(self) -> None:
         """A step begins whose means go straight to the optimizer, dense."""
         self._direct_steps += 1
+        self._went_direct = True
 
     def _inspect_direct(self, result: Tensor, step: int) -> None:
         """Look at a dense mean, where anybody skips a step that is not finite. It is the same on all ranks."""

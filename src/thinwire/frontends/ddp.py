@@ -254,6 +254,7 @@ class DDPWire(Wire):
             # Never set_exception: DDP would say that it cannot cast it to a tensor.
             ended.set_result(buffer if error is None else error)
 
+        self._went_direct = False
         self.runner.submit(names, [buffer], done, [self._unused(names)])
         if last:
             self._used.clear()
