@@ -9,6 +9,7 @@ import typer
 from ..version import __version__
 from . import bench, demo, lab
 from .plan import plan
+from .selftest import selftest
 from .simulate import simulate
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app.add_typer(lab.app, name="lab")
 app.command()(demo.demo)
 app.command()(plan)
 app.command()(simulate)
+app.command()(selftest)
 
 
 def _version(wanted: bool) -> None:

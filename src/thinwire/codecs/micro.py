@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import messages
+from ..errors import MessageCount
 from ..messages import HEADER_BYTES, Flag, ValueCoding, read_header
 from .base import Codec, CodecState, Estimate, Gather, GroupInfo, Message, Steps, Sum
 from .schedule import Warmup, check_density
@@ -220,6 +221,13 @@ class MiCRO(Codec):
         """Join the selections of all ranks, by partition, so that indices ascend."""
         world, step = state.world, state.step
         headers = [read_header(answer.numpy()) for answer in answers]
+        for rank, header in enumerate(headers):  # before room is made for them
+            part = (step + rank) % world
+            size = int(state.borders[part + 1] - state.borders[part])
+            if header.entries > size:
+                raise MessageCount(
+                    f"entries: found {header.entries} from rank {rank}, its partition has {size} elements"
+                )
         total = sum(header.entries for header in headers)
         if total > state.support.size or state.support.size > 4 * max(total, 1024):
             state.support = np.empty(total + total // 4, np.int32)

@@ -51,7 +51,9 @@ class Exchange(Wire):
         text = ""
         try:
             codec, text = choose(codec, chain)
-            tensors = [describe(name, tensor) for name, tensor in dict(named_tensors).items()]
+            named_tensors = dict(named_tensors)
+            _check_devices(named_tensors)
+            tensors = [describe(name, tensor) for name, tensor in named_tensors.items()]
             _check(tensors, codec)
             self._options: dict[str, Any] = {"exclude": exclude, "min_elements": min_elements}
             layout = build(_buckets(tensors, group_bytes), codec, chain=text, **self._options)
@@ -144,6 +146,12 @@ class _Waiting:
         self.error = self.error or error
         if self.left == 0 or error is not None:
             self.finished.set()
+
+
+def _check_devices(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu":
+            raise AttachError(f"{name!r} is on {tensor.device}: only CPU tensors are supported yet")
 
 
 def _check(tensors: Sequence[TensorInfo], codec: object) -> None:

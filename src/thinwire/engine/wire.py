@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -19,7 +18,7 @@ from ..log import logger
 from ..schemes import tree
 from ..schemes.chain import choose
 from ..schemes.world import Place, TorchWorld, World
-from . import interrupt
+from . import interrupt, words
 from .agree import agree
 from .checkpoint import Checkpoint
 from .layout import Layout, TensorInfo
@@ -48,6 +47,7 @@ class Wire(Checkpoint):
         self._guarded = False
         self._scaler: GradScaler | None = None
         self._direct_steps = self._direct_skipped = self._direct_void = 0
+        self._went_direct = False
         self._lock = threading.Lock()
         self._finalizer: weakref.finalize[..., Any] | None = None
         interrupt.watch(self)
@@ -129,6 +129,11 @@ class Wire(Checkpoint):
         if chain and tree.parse(chain).hierarchical and self.world.ranks_per_node is None:
             raise ChainError(f"{chain!r} needs nodes: {self.world.why}")
 
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody waits for a result."""
+        return self.runner is not None and self.runner.busy
+
     def interrupt(self) -> None:
         if self.runner is not None:
             self.runner.interrupt()
@@ -183,9 +188,9 @@ class Wire(Checkpoint):
     @property
     def skipped_last_step(self) -> bool:
         """Whether the last step was void on all ranks, because a gradient was not finite somewhere."""
-        if self.runner is not None and self.runner.statistics.steps:
-            return self.runner.members[0].last_off
-        return 0 < self._direct_steps == self._direct_void
+        if self._went_direct:
+            return self._direct_steps == self._direct_void
+        return self.runner is not None and self.runner.members[0].last_off
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank, means over steps: bytes it hands to collectives, seconds by phase, density, residual norm."""
@@ -211,9 +216,7 @@ class Wire(Checkpoint):
         """`stats()` of every rank, in rank order. A collective. The rank with the least `wire_seconds` is the straggler."""
         if not isinstance(self.world, TorchWorld):
             return [self.stats()]
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, self.stats(), group=self.world.parent)
-        return everyone
+        return words.gather(self.stats(), self.world.parent)
 
     # -- mixed precision and non-finite values -------------------------------------------------------------------------
 
@@ -271,6 +274,7 @@ class Wire(Checkpoint):
     def _begin_direct(self) -> None:
         """A step begins whose means go straight to the optimizer, dense."""
         self._direct_steps += 1
+        self._went_direct = True
 
     def _inspect_direct(self, result: Tensor, step: int) -> None:
         """Look at a dense mean, where anybody skips a step that is not finite. It is the same on all ranks."""

@@ -1,6 +1,7 @@
 """Gradients of `DistributedDataParallel`, through its communication hook."""
 # No postponed annotations here: DDP checks those of the hook, and texts do not pass.
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -155,6 +156,7 @@ class DDPWire(Wire):
     ) -> None:
         tracks_unused = module.find_unused_parameters or module.static_graph
         super().__init__(world, codec, tensors, chain=chain, protected=scaler is not None, tracks_unused=tracks_unused)
+        self._module = weakref.ref(module)
         self._scaler = scaler
         self._exclude, self._min_elements = exclude, min_elements
         named = _parameters(module)
@@ -209,11 +211,20 @@ class DDPWire(Wire):
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         # A hook that raises leaves DDP in pieces: it must be told through the future.
         try:
+            self._check_join()
             return self._exchange(bucket)
         except Exception as error:
             failed = Future[Any]()
             failed.set_result(error)
             return failed.then(_unwrap)
+
+    def _check_join(self) -> None:
+        module = self._module()
+        if module is not None and module._join_config.enable and not module._divide_by_initial_world_size:
+            raise ExchangeError(
+                "join(divide_by_initial_world_size=False) is not possible with a communication hook, which DDP does not tell "
+                "how many ranks have not joined: leave it at True"
+            )
 
     def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
         if self.error is not None:
@@ -243,6 +254,7 @@ class DDPWire(Wire):
             # Never set_exception: DDP would say that it cannot cast it to a tensor.
             ended.set_result(buffer if error is None else error)
 
+        self._went_direct = False
         self.runner.submit(names, [buffer], done, [self._unused(names)])
         if last:
             self._used.clear()
@@ -326,17 +338,23 @@ class DDPWire(Wire):
         used = {self._names[key] for key in self._used}
         return [name for name in names if name not in used]
 
+    @property
+    def waiting(self) -> bool:
+        return super().waiting or any(not flight.future.done() for flight in self._dense.flying)
+
     def interrupt(self) -> None:
-        if self.runner is not None and not self.direct:
+        if super().waiting:
             super().interrupt()
-        elif any(not flight.future.done() for flight in self._dense.flying):
+        elif self.waiting:
             self._closed = ExchangeError("interrupted while waiting for an all-reduce")
             for flight in self._dense.flying:
                 flight.end(self._closed)
-            self.world.close()
+            super().close()
 
     def _fail(self, error: ExchangeError) -> None:
         self._closed = self._closed or error
+        # Not here: this is a thread of the group that is to be destroyed.
+        threading.Thread(target=self.close, name="thinwire-farewell", daemon=True).start()
 
     def close(self) -> None:
         if self._closed is None:

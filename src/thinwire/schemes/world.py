@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -188,6 +189,8 @@ def _aligned(size: int) -> int:
     return -(-size // 8) * 8
 
 
+FAREWELL_SECONDS = 0.5
+
 PAIR_BYTES = 4 << 20
 """Up to here two ranks add by an all-gather: as many bytes as gloo's all-reduce, in half the messages.
 
@@ -295,9 +298,9 @@ class TorchWorld:
         return torch.empty(size + size // 4, dtype=torch.uint8)
 
     def close(self) -> None:
-        # Abort first: a gloo group joins its threads when it is destroyed, and they may wait for a peer until the timeout,
-        # so that a process that was interrupted would not end. Then destroy: its connections close, and the peers
-        # fail at once instead of at their timeout.
+        # Destroyed, so that connections close and the peers fail at once instead of at their timeout. With the last
+        # reference to it a gloo group joins its threads, which may wait for a peer until the timeout, abort or not: that
+        # must not hold up whoever was interrupted.
         groups, self.groups = self.groups, []
         self._placed.clear()
         for group in groups:
@@ -307,6 +310,11 @@ class TorchWorld:
                 ValueError, RuntimeError, AssertionError
             ):  # the user destroyed all groups already
                 dist.destroy_process_group(group)
+        if groups:
+            del group
+            farewell = threading.Thread(target=groups.clear, name="thinwire-farewell", daemon=True)
+            farewell.start()
+            farewell.join(FAREWELL_SECONDS)
 
 
 _taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()

@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 
-from ...engine import restore
+from ...engine import restore, words
 from ...engine.restore import tensor_of
 from ...errors import StateError
 from ...log import logger
@@ -99,8 +98,7 @@ def folded(opt: LocalUpdates) -> dict[str, Any]:
     replicas = opt._replicas
     known = [_known(replica) for replica in replicas]
     if isinstance(opt.exchange.world, TorchWorld):
-        mine, known = known[0], [{} for _ in range(opt.exchange.world.size)]
-        dist.all_gather_object(known, mine, group=opt.exchange.world.parent)
+        known = words.gather(known[0], opt.exchange.world.parent)
     begun = []
     for index, slot in enumerate(replicas[0].slots):
         state[f"folded.shared.{slot.name}"] = opt.settled(index)[0]
@@ -296,6 +294,7 @@ def load(opt: LocalUpdates, saved: Mapping[str, Any] | Sequence[Mapping[str, Any
         opt._way.restart(meta.draws)
     for plan in plans:
         plan.carry_out()
+    opt._compared = False
     if not isinstance(opt._way, Blocks):
         opt._way.moved = opt._local > 0
 
@@ -328,7 +327,7 @@ class _Plan:
             for key in saved:
                 if key.startswith(prefix) and "." not in key.removeprefix(prefix):
                     like = saved[key]
-                    if not isinstance(like, Tensor) or (like.dim() and like.shape != slot.point.shape):
+                    if not _is_plain(like) or (like.dim() and like.shape != slot.point.shape):
                         raise StateError(f"{key!r} does not fit the parameter, of shape {tuple(slot.point.shape)}")
                     memory[key.removeprefix(prefix)] = tensor_of(saved, key, like)
             self.memory.append(memory if slot.name in self.meta.begun else {})
@@ -355,6 +354,15 @@ class _Plan:
                     present.fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor with numbers of its own, that an optimizer can remember."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not (value.is_meta or value.is_quantized or value.is_complex())
+    )
 
 
 def _decode(saved: Mapping[str, Any], owner: str) -> Meta:

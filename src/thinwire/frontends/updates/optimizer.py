@@ -107,6 +107,7 @@ class LocalUpdates(Optimizer):
         self._local = 0
         self._place: str | None = None
         self._failure: BaseException | None = None
+        self._compared = True
         # All that `Optimizer.__init__` does, except for parameter groups of its own.
         self.__setstate__({"defaults": self._replicas[0].optimizer.defaults})
         self._expect()
@@ -190,6 +191,7 @@ class LocalUpdates(Optimizer):
             replica.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers on it look at
         scale, bad = self._scaler()
         with self._closing():
+            self._compare()
             if self._local + 1 < self.period:
                 taken = self._way.local(bad, scale)
                 self.local_skipped += taken.count(False)
@@ -201,6 +203,15 @@ class LocalUpdates(Optimizer):
         self.steps += 1
         self._expect()
         return loss
+
+    def _compare(self) -> None:
+        """In the first step after a load, which is local: whether all ranks have loaded the same one."""
+        if not self._compared and isinstance(self.exchange.world, TorchWorld):
+            try:
+                agree(self.exchange.world.parent, {"step": self.steps, "draws": self._way.draws, "local": self._local})
+            except AttachError as error:
+                raise ExchangeError(f"in the first step after a load: {error}") from None
+        self._compared = True
 
     def _scaler(self) -> tuple[float, list[bool]]:
         """What a GradScaler left here: a factor that gradients must be multiplied with, and whether it met a bad one."""
