@@ -8,16 +8,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "guarantees.md").read_text()
 
-# Those of saved states and mixed precision, where they are not there yet: then nothing is said of what is in them.
-MAY_BE_ABSENT = {
-    "tests/engine/test_checkpoint.py",
-    "tests/engine/test_faults.py",
-    "tests/engine/test_precision.py",
-    "tests/examples/test_resume.py",
-    "tests/faults.py",
-    "tests/kills.py",
-}
-
 
 def test_what_the_page_names_exists() -> None:
     named = 0
@@ -26,8 +16,8 @@ def test_what_the_page_names_exists() -> None:
         for path, name in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", row):
             if path:
                 file = ROOT / path
-                assert file.is_file() or path in MAY_BE_ABSENT, f"{path} is not there"
-            if name and (file is None or file.is_file()):
+                assert file.is_file(), f"{path} is not there"
+            if name:
                 assert file is not None, f"{name}: of which file?"
                 assert f"def {name}(" in file.read_text(), f"{file.name} has no {name}"
             named += bool(path or name)
@@ -39,4 +29,4 @@ def test_the_programs_it_names_exist() -> None:
         assert (ROOT / path).is_file()
     for module in re.findall(r"python -m (tests\.\w+)", PAGE):
         path = f"{module.replace('.', '/')}.py"
-        assert (ROOT / path).is_file() or path in MAY_BE_ABSENT, module
+        assert (ROOT / path).is_file(), module

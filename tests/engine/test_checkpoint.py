@@ -418,7 +418,7 @@ def _load_differently(folder: str) -> None:
         if step == 3 + rank:
             wire.save(mine)
     before = wire.state_dict()
-    with pytest.raises(StateError, match=r"the ranks disagree: state: rank 0 has .*\(2, 1\).*, rank 1 has .*\(2, 5\)"):
+    with pytest.raises(StateError, match=r"the ranks disagree: state: rank 0 has .*\[2, 1\].*, rank 1 has .*\[2, 5\]"):
         wire.load(mine)
     with pytest.raises(StateError, match=r"'nowhere' cannot be read|rank 1 refuses: 'nowhere' cannot be read"):
         wire.load("nowhere" if rank else mine)

@@ -118,6 +118,13 @@ def spoil_json(random: Random, text: str) -> str:
     return json.dumps(value)
 
 
+def spoil_json_file(random: Random, content: bytes) -> bytes:
+    """A file with JSON in it: other values, or other bytes."""
+    if random.random() < 0.7:
+        return spoil_json(random, content.decode()).encode()
+    return spoil_file(random, content)
+
+
 def _bend(random: Random, value: Any) -> Any:
     """One change, at a random place of the tree."""
     if isinstance(value, dict) and value and random.random() < 0.9:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,17 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 import thinwire
 from tests.hostile import attacks
+from tests.planner import examples, test_files, test_published
 from thinwire.errors import ExchangeError, StateError, ThinwireError
 from thinwire.lab import bench_step
 from thinwire.lab.leftovers import Record
 from thinwire.lab.methods import updates_of
 from thinwire.lab.netns import parse_rate
+from thinwire.planner.network import parse_bytes_per_second
+from thinwire.planner.plan import Plan
+from thinwire.planner.profile import Profile
+from thinwire.planner.published import Published
 from thinwire.schemes import tree
 from thinwire.schemes.chain import choose
 
@@ -63,6 +70,11 @@ def readers(folder: Path) -> list[Reader]:
         ),
         Reader("text of a state", [state], _text_of("rank0.thinwire"), lambda s: _load(exchange, s)),
         Reader("tensors of a state", [state], _spoil_entries, lambda s: _load(exchange, s)),
+        Reader("file of a state", [_saved(exchange, folder)], attacks.spoil_file, _reload(exchange, folder)),
+        Reader("plan", [_plan()], attacks.spoil_json_file, _file(folder, Plan.load)),
+        Reader("profile", [_profile()], attacks.spoil_json_file, _file(folder, Profile.load)),
+        Reader("published profiles", [_published()], attacks.spoil_json_file, _file(folder, _look_at_published)),
+        Reader("rate of a network", ["100gbit", "300gbyte/s"], attacks.spoil_text, parse_bytes_per_second),
         Reader("text of local updates", [point], _text_of("rank0.updates"), updates.load_state_dict),
         Reader("tensors of local updates", [point], _spoil_entries, updates.load_state_dict),
     ]
@@ -113,6 +125,19 @@ def _load(exchange: thinwire.Exchange, state: dict[str, Any]) -> None:
         raise StateError(str(error)) from error
 
 
+def _saved(exchange: thinwire.Exchange, folder: Path) -> bytes:
+    exchange.save(folder / "state")
+    return (folder / "state" / "rank0-of-2.safetensors").read_bytes()
+
+
+def _reload(exchange: thinwire.Exchange, folder: Path) -> Callable[[bytes], object]:
+    def reload(content: bytes) -> None:
+        (folder / "state" / "rank0-of-2.safetensors").write_bytes(content)
+        exchange.load(folder / "state")
+
+    return reload
+
+
 def _updates() -> tuple[thinwire.LocalUpdates, dict[str, Any]]:
     models = [nn.Linear(30, 20), nn.Linear(30, 20)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
@@ -137,9 +162,8 @@ def _text_of(key: str) -> Callable[[np.random.Generator, dict[str, Any]], dict[s
 
 def _spoil_entries(random: np.random.Generator, state: dict[str, Any]) -> dict[str, Any]:
     """Entries that are missing, renamed, or hold something else."""
-    state = dict(state)
-    for _ in range(int(random.integers(1, 3))):
-        key = attacks.pick(random, list(state))
+    good, state = state, dict(state)
+    for key in {attacks.pick(random, list(good)) for _ in range(int(random.integers(1, 3)))}:
         value = state.pop(key)
         kind = int(random.integers(4))
         if kind == 0:
@@ -175,6 +199,26 @@ def _quantized(value: Tensor) -> Tensor:
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def _profile() -> bytes:
+    return msgspec.json.encode(examples.profile())
+
+
+def _plan() -> bytes:
+    return msgspec.json.encode(test_files.plan())
+
+
+def _published() -> bytes:
+    return json.dumps(test_published.CONTENT).encode()
+
+
+def _look_at_published(path: Path) -> None:
+    published = Published.load(path)
+    for name in ("small", "one"):
+        published.model(name)
+    for name in ("dgc", "random_k", "fp16", "efsignsgd"):
+        published.codec(name)
 
 
 def _check_methods(text: str) -> None:

@@ -60,7 +60,7 @@ class Published(msgspec.Struct, frozen=True):
             return msgspec.json.decode(Path(path).read_bytes(), type=Published)
         except OSError as problem:
             raise ProfileError(f"there is no file of profiles {str(path)!r}: {problem.strerror}") from None
-        except msgspec.DecodeError as problem:
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as problem:
             raise ProfileError(f"{str(path)!r} is not a file of backward profiles: {problem}") from None
 
     def model(self, name: str) -> tuple[PublishedTensor, ...]:
