@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .replica import Slot
 
-ENDS = (0.5, 0.8, 0.92)
+ENDS = (0.5, 0.88)
 """Where buckets end, as shares of all that is sent. Few, since each sum costs a core up to a millisecond; the last ones
 small, since backward hides nothing of what is sent at its end."""
 SMALLEST = 4096

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import AttachError, ExchangeError
-from .replica import Replica
+from .replica import Replica, Slot
 
 LIMIT = 1e30
 """A gradient beyond it counts as not finite: then momentum, error and sums stay finite too."""
@@ -24,48 +24,48 @@ class Table:
     """
 
     def __init__(self, replica: Replica, errors: Sequence[Tensor]) -> None:
-        self.replica, self._errors = replica, errors
+        from ...kernels.cpu.updates import largest_at
+
+        self.replica, self._errors, self._largest = replica, errors, largest_at
         self.rows = np.zeros((len(replica.slots), 6), np.int64)
         self.options = np.zeros((len(replica.slots), 5), np.float32)
         self._copies: dict[int, Tensor] = {}
         self._zeros = torch.zeros(0)
         self._seen: dict[int, tuple[int, int, float]] = {}
 
-    def look(self, scale: float, indices: Iterable[int] | None = None) -> None:
+    def look(self, scale: float, indices: Sequence[int] | None = None) -> None:
         """See what slots hold at this moment: all, or some. `scale` is what gradients are to be multiplied with."""
         if indices is None:
             self._copies.clear()
         groups, state = self.replica.options(), self.replica.optimizer.state
-        numbers = {id(group): _numbers(group, scale) for group in groups}
-        for i in range(len(groups)) if indices is None else indices:
-            slot, momentum = self.replica.slots[i], None
+        numbers = {id(group): _numbers(group, scale) for group in self.replica.optimizer.param_groups}
+        chosen = range(len(groups)) if indices is None else indices
+        rows, options = [], []
+        for i in chosen:
+            slot, momentum = self.replica.slots[i], 0
             if groups[i]["momentum"]:
-                momentum = state[slot.point].get("momentum_buffer")
-                if momentum is None:  # begins at zero, as SGD's does
-                    momentum = state[slot.point]["momentum_buffer"] = torch.zeros_like(slot.shared)
-            self.rows[i] = (
-                slot.shared.data_ptr(),
-                self._errors[i].data_ptr(),
-                0 if momentum is None else self._address(momentum, i, "momentum"),
-                self._gradient(i),
-                self._address(slot.point, i, "parameter"),
-                slot.info.elements,
-            )
-            self.options[i] = numbers[id(groups[i])]
+                buffer = state[slot.point].get("momentum_buffer")
+                if buffer is None:  # begins at zero, as SGD's does
+                    buffer = state[slot.point]["momentum_buffer"] = torch.zeros_like(slot.shared)
+                momentum = self._address(buffer, slot, "momentum")
+            places = slot.shared.data_ptr(), self._errors[i].data_ptr(), momentum
+            rows.append((*places, self._gradient(i), self._address(slot.point, slot, "parameter"), slot.info.elements))
+            options.append(numbers[id(groups[i])])
+        self.rows[chosen] = rows
+        self.options[chosen] = options
 
     def _gradient(self, index: int) -> int:
         slot = self.replica.slots[index]
         gradient = slot.gradient()
         if gradient is None:  # backward did not meet it: zero, so that momentum and error go on
             if self._zeros.numel() < slot.info.elements:
-                self._zeros = torch.zeros(max(s.info.elements for s in self.replica.slots))
+                self._zeros = torch.zeros(max(slot.info.elements for slot in self.replica.slots))
             return self._zeros.data_ptr()
         if not gradient.is_contiguous():
             gradient = self._copies[index] = gradient.detach().contiguous()
-        return self._address(gradient, index, "gradient")
+        return self._address(gradient, slot, "gradient")
 
-    def _address(self, tensor: Tensor, index: int, what: str) -> int:
-        slot = self.replica.slots[index]
+    def _address(self, tensor: Tensor, slot: Slot, what: str) -> int:
         if tensor.dtype != torch.float32 or tensor.numel() != slot.info.elements or not tensor.is_contiguous():
             raise ExchangeError(
                 f"the {what} of {slot.name!r} is now {tensor.dtype}, {tuple(tensor.shape)}, strides {tensor.stride()}: it "
@@ -75,11 +75,9 @@ class Table:
 
     def measure(self, index: int, gradient: Tensor) -> None:
         """Test a gradient while it is in the cache; `bad` then need not read it again, unless somebody changes it."""
-        from ...kernels.cpu import updates
-
         if gradient.is_contiguous() and gradient.dtype == torch.float32:
             place = gradient.data_ptr()
-            self._seen[index] = (place, gradient._version, updates.largest_at(place, gradient.numel()))
+            self._seen[index] = (place, gradient._version, self._largest(place, gradient.numel()))
 
     def forget(self) -> None:
         """Gradients have changed since they were measured."""
@@ -87,8 +85,6 @@ class Table:
 
     def bad(self, scale: float) -> bool:
         """Whether a gradient is not finite. After `look`."""
-        from ...kernels.cpu import updates
-
         seen, self._seen = self._seen, {}
         for index, slot in enumerate(self.replica.slots):
             gradient = slot.parameter.grad
@@ -96,7 +92,7 @@ class Table:
                 continue
             place, version, magnitude = seen.get(index, (0, 0, 0.0))
             if (place, version) != (gradient.data_ptr(), gradient._version):
-                magnitude = updates.largest_at(*self.rows[index, [3, 5]].tolist())
+                magnitude = self._largest(*self.rows[index, [3, 5]].tolist())
             if not magnitude <= LIMIT / scale:
                 return True
         return False
