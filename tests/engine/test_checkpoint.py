@@ -206,6 +206,9 @@ def test_what_codecs_remember_is_checked() -> None:
     for codec, field, value, message in cases:
         saved = _exchange(codec, steps=3).state_dict()
         _refused(_exchange(codec, steps=1), _changed(saved, field, value), message)
+    for codec, field, value in (("micro", "steps", 0), ("micro", "borders", torch.tensor([0, 10, elements]))):
+        saved = _exchange(codec, steps=3).state_dict()
+        _refused(_exchange(codec, steps=1), _changed(saved, field, value), "have learnt different things")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tests.models import batch, digest, mlp, wrapped
 from tests.ranks import run
 from thinwire.errors import AttachError
 
-CODECS = ["micro(density=0.05)", "topk(density=0.05)", "randomblock(ratio=8)"]
+CODECS = ["micro(density=0.05, values='fp32')", "topk(density=0.05)", "randomblock(ratio=8)"]
 NAN = float("nan")
 
 

@@ -110,6 +110,8 @@ class CodecState:
     """The fields that a checkpoint keeps."""
     elementwise: ClassVar[tuple[str, ...]] = ()
     """Those of them that are flat tensors with a value for each element of the group. Where ranks change: their mean."""
+    agreed: ClassVar[tuple[str, ...]] = ()
+    """Those that must be equal on all ranks, because what they send each other follows from them."""
     common: ClassVar[tuple[str, ...]] = ()
     """Those that are equal on all ranks and mean the same for any number of them: kept where ranks change."""
 

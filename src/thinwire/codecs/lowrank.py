@@ -58,6 +58,7 @@ class LowRankState(CodecState):
     sent: bool = False
 
     saved: ClassVar[tuple[str, ...]] = ("basis",)
+    agreed: ClassVar[tuple[str, ...]] = ("basis",)
     common: ClassVar[tuple[str, ...]] = ("basis",)
 
     def check(self) -> None:

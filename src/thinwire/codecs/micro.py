@@ -54,6 +54,7 @@ class MicroState(CodecState):
     imbalance: float = 1.0
 
     saved: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "borders", "weights", "usual", "steps")
+    agreed: ClassVar[tuple[str, ...]] = saved
     common: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "weights", "usual", "steps")
 
     def check(self) -> None:

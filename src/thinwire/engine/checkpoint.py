@@ -130,12 +130,12 @@ class Checkpoint:
         a list with the states of all old ranks, or one of form "mean": every rank then goes on with the mean of what the old
         ones had not sent. Another codec or chain keeps the residuals and learns anew. All ranks must load alike.
         """
-        self._prepare(saved)[1]()
+        self._prepare(saved)[2]()
 
     def _prepare(
         self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    ) -> tuple[state.Meta, Callable[[], None]]:
-        """What a state is, and what loads it; refuses what does not fit."""
+    ) -> tuple[state.Meta, str, Callable[[], None]]:
+        """What a state is, a digest of what all ranks must have learnt alike, and what loads it; refuses what does not fit."""
         whole = restore.merge(saved)
         size, codec = self.world.size, str(self.codec)
         sources = [restore.find(whole, rank, size) for rank in self.world.members]
@@ -158,6 +158,10 @@ class Checkpoint:
                     restore.exact(candidate, source)
                 else:
                     restore.converted(candidate, rank, source, settings)
+            if len({state.agreement(candidate, rank) for rank in self.world.members}) > 1:
+                raise StateError(
+                    "the ranks of this state have learnt different things: their messages would not fit together"
+                )
 
         def load() -> None:
             if candidate is not None:
@@ -166,7 +170,8 @@ class Checkpoint:
             self._resume(meta)
             self._explain(meta)
 
-        return meta, load
+        learnt = state.agreement(candidate, self.world.members[0]) if candidate is not None else ""
+        return meta, learnt, load
 
     def _resume(self, meta: state.Meta) -> None:
         """What else a frontend takes from a state that fits."""
@@ -214,8 +219,8 @@ class Checkpoint:
         problem: StateError | None = None
         load = None
         try:
-            meta, load = self._prepare(files.read(where, self.world.members, self.world.size, key))
-            facts = {"state": {"ranks": meta.world, "mean": meta.rank < 0, "steps": meta.progress}}
+            meta, learnt, load = self._prepare(files.read(where, self.world.members, self.world.size, key))
+            facts = {"state": {"ranks": meta.world, "mean": meta.rank < 0, "steps": meta.progress}, "learnt": learnt}
         except StateError as error:  # the other ranks wait to hear of it
             problem = error
         if isinstance(self.world, TorchWorld):

@@ -18,6 +18,7 @@ what the new job learns later: they stand under the names of parameters, and wha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -180,6 +181,20 @@ def _note(
             arrays[field + tag] = Array(dtype_of(tensor), tuple(tensor.shape), data)
         else:
             numbers[field + tag] = value
+
+
+def agreement(runner: Runner, rank: int) -> str:
+    """A digest of what must be equal on all ranks, because sizes and kinds of messages follow from it."""
+    member = member_of(runner, rank)
+    digest = hashlib.sha256(msgspec.json.encode([member.step, member.settings]))
+    for run in member.groups:
+        if run.chain is not None:  # its ranks have different parts
+            continue
+        numbers: dict[str, Number] = {}
+        arrays: dict[str, Array] = {}
+        _note(run.state, run.state.agreed, "", numbers, arrays)
+        digest.update(msgspec.json.encode([numbers, arrays, [list(c.recent) for c in capacities(run)]]))
+    return digest.hexdigest()[:16]
 
 
 # What is where, for those who save and those who load.
