@@ -27,7 +27,7 @@ CODECS = ["randomblock(ratio=8)", "topk(density=0.1)"]
 def wide() -> nn.Module:
     """Large enough for several buckets at a ratio of 2."""
     torch.manual_seed(7)
-    layers = [nn.Linear(32, 320), nn.ReLU(), nn.Linear(320, 48), nn.ReLU(), nn.Linear(48, 512), nn.Linear(512, 10)]
+    layers = [nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 128), nn.ReLU(), nn.Linear(128, 192), nn.Linear(192, 10)]
     return nn.Sequential(*layers)
 
 
