@@ -25,7 +25,9 @@ from .console import console, errors, output
 
 
 def plan(
-    profile: Annotated[Path | None, typer.Option(help="A job that `thinwire profile` measured.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A job whose costs were measured: a profile file, see docs/planning.md.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Or a model of --profiles, on GPUs.")] = None,
     profiles: Annotated[Path | None, typer.Option(help="File of published backward profiles.")] = None,
     network: Annotated[str, typer.Option(help="pcie-25g or nvlink-100g: rates of a cluster of GPUs.")] = "pcie-25g",
