@@ -26,7 +26,7 @@ from .console import console, errors, output
 
 def plan(
     profile: Annotated[
-        Path | None, typer.Option(help="A job whose costs were measured: a profile file, see docs/planning.md.")
+        Path | None, typer.Option(help="A job whose costs were measured, see docs/planning.md.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Or a model of --profiles, on GPUs.")] = None,
     profiles: Annotated[Path | None, typer.Option(help="File of published backward profiles.")] = None,

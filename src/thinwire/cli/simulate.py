@@ -25,7 +25,7 @@ from .plan import measured_row
 
 def simulate(
     profile: Annotated[
-        Path | None, typer.Option(help="A job whose costs were measured: a profile file, see docs/planning.md.")
+        Path | None, typer.Option(help="A job whose costs were measured, see docs/planning.md.")
     ] = None,
     model: Annotated[str, typer.Option(help="Or models of --profiles, on GPUs; several with commas, or all.")] = "all",
     profiles: Annotated[Path | None, typer.Option(help="File of published backward profiles.")] = None,
