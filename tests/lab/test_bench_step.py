@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from thinwire.cli.app import app
 from thinwire.feedback import Detached
 from thinwire.lab import LabError
-from thinwire.lab.bench_step import METHODS, Options, check, interval, split
+from thinwire.lab.bench_step import METHODS, Options, Visit, check, interval, ratio_interval, split
 from thinwire.lab.methods import Updates, updates_of
 
 from .conftest import needs_namespaces
@@ -52,6 +52,7 @@ def test_a_run_has_a_row_for_every_method_and_its_bytes_are_those_of_the_interfa
         assert row["samples"] == 4
         assert row["ci_low"] <= row["seconds"] <= row["ci_high"]
         assert row["cpu_seconds"] > 0
+        assert row["ratio_to_fp32_low"] <= row["ratio_to_fp32_high"]
         assert not any(isinstance(value, dict | list) for value in row.values())
     assert rows["none"]["ratio_to_ceiling"] == rows["fp32"]["ratio_to_fp32"] == 1.0
     assert rows["noop"]["bytes_per_rank"] < 0.001 * rows["fp32"]["bytes_per_rank"]
@@ -104,3 +105,16 @@ def test_the_interval_holds_the_median_and_shrinks_with_agreement() -> None:
     low, high = interval([[1.0, 1.1], [1.2, 0.9], [1.0, 1.05]])
     assert 0.9 <= low <= 1.025 <= high <= 1.2
     assert interval([[2.0, 2.0]] * 5) == (2.0, 2.0)
+
+
+def test_the_interval_of_a_ratio_takes_both_from_the_same_rounds() -> None:
+    def visits(*seconds: float) -> list[Visit]:
+        return [Visit(round_, [value], 0, 0, 0, 0, 0, 0) for round_, value in enumerate(seconds)]
+
+    base = visits(1.0, 2.0, 4.0, 8.0, 16.0)
+    slower = visits(1.1, 2.2, 4.4, 8.8, 17.6)
+    low, high = ratio_interval(slower, base) or (0.0, 0.0)
+    assert low == pytest.approx(1.1) == high  # a machine that becomes slower is slower for both
+    assert ratio_interval(slower, []) is None
+    low, high = ratio_interval(visits(2.0, 2.0, 4.0, 8.0, 16.0), base) or (0.0, 0.0)
+    assert low == 1.0 < high

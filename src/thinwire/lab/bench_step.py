@@ -251,6 +251,7 @@ def _row(run: Run, phase: Phase, method: str, options: Options) -> dict[str, Any
     cost = base - ceiling if base and ceiling else None
     stats, expected = _handed_over(visits)
     payload = _payload(visits, phase.visits.get(SILENT, []), options) if run.counted else None
+    against_base = ratio_interval(visits, phase.visits.get(BASE, []))
     return {
         "workload": options.workload,
         "nodes": run.nodes,
@@ -263,6 +264,8 @@ def _row(run: Run, phase: Phase, method: str, options: Options) -> dict[str, Any
         "ci_high": high,
         "ratio_to_ceiling": seconds / ceiling if ceiling else None,
         "ratio_to_fp32": seconds / base if base else None,
+        "ratio_to_fp32_low": against_base and against_base[0],
+        "ratio_to_fp32_high": against_base and against_base[1],
         "recovered": (base - seconds) / cost if base and cost and method != CEILING else None,
         "bytes_per_rank": _each_step(visits, "bytes_sent", options) / options.ranks_per_node if run.counted else None,
         "payload_bytes_per_rank": payload,
@@ -317,6 +320,25 @@ def interval(rounds: Sequence[Sequence[float]], samples: int = 2000, seed: int =
         medians.append(statistics.median(value for seconds in drawn for value in seconds))
     medians.sort()
     return medians[int(0.025 * samples)], medians[int(0.975 * samples)]
+
+
+def ratio_interval(
+    visits: Sequence[Visit], others: Sequence[Visit], samples: int = 2000, seed: int = 0
+) -> tuple[float, float] | None:
+    """Where the ratio of two medians lies, with 95 %: bootstrap over rounds, of which each has both, side by side."""
+    first, second = ({visit.round: visit.seconds for visit in each} for each in (visits, others))
+    common = sorted(first.keys() & second.keys())
+    if not common:
+        return None
+    generator, ratios = random.Random(seed), []
+    for _ in range(samples):
+        drawn = generator.choices(common, k=len(common))
+        ratios.append(
+            statistics.median(value for round_ in drawn for value in first[round_])
+            / statistics.median(value for round_ in drawn for value in second[round_])
+        )
+    ratios.sort()
+    return ratios[int(0.025 * samples)], ratios[int(0.975 * samples)]
 
 
 def plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
