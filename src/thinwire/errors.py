@@ -61,3 +61,11 @@ class WireClosed(ExchangeError):
 
 class StateError(ThinwireError):
     """A saved state does not fit this job; names the first difference. Nothing was loaded."""
+
+
+class ProfileError(ThinwireError):
+    """A profile that cannot be read or cannot have been measured; says which field is wrong."""
+
+
+class PlanError(ThinwireError):
+    """A plan that cannot be read, or does not fit this model or these ranks; names the first difference."""
