@@ -37,7 +37,7 @@ def test_a_profile_comes_back(tmp_path):
     ],
 )
 def test_a_broken_profile_is_refused_by_name(tmp_path, change, message):
-    content = msgspec.to_builtins(examples.profile())
+    content = msgspec.json.decode(msgspec.json.encode(examples.profile()))
     change(content)
     (tmp_path / "profile.json").write_bytes(msgspec.json.encode(content))
     with pytest.raises(ProfileError, match=message):

@@ -190,7 +190,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for cost in self.codecs:
             try:
                 parse(cost.codec)
-                for round_ in cost.rounds:
+                for round_ in cost.rounds if self.cluster.world > 1 else ():
                     self.line(round_.collective, round_.scope)
             except CodecTextError as error:
                 refuse(str(error))
