@@ -23,12 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codecs import CodecState, GroupInfo, ParameterInfo, parse
+from ..codecs import CodecState, GroupInfo, ParameterInfo
 from ..errors import StateError
+from ..planner.plan import Plan
 from ..version import __version__
 from .capacity import Capacity
 from .layout import Layout, TensorInfo
 from .member import GroupRun
+from .method import Method
 from .runner import Runner
 
 FORMAT = 1
@@ -61,6 +63,7 @@ class Meta(msgspec.Struct, forbid_unknown_fields=True):
     capacities: list[list[list[int]]] = []
     numbers: list[dict[str, Number]] = []
     arrays: list[dict[str, Array]] = []
+    plan: Plan | None = None
 
 
 def blank(layout: Layout, *, rank: int, world: int) -> dict[str, Any]:
@@ -80,10 +83,12 @@ def blank(layout: Layout, *, rank: int, world: int) -> dict[str, Any]:
 
 
 def save(
-    runner: Runner | None, *, rank: int, world: int, codec: str, chain: str = "", settings: Mapping[str, float]
+    runner: Runner | None, *, rank: int, world: int, method: Method, settings: Mapping[str, float]
 ) -> dict[str, Any]:
     """The state of one rank; tensors are copies."""
-    meta = Meta(FORMAT, __version__, rank, world, codec, chain, settings=dict(settings))
+    meta = Meta(
+        FORMAT, __version__, rank, world, method.codec, method.chain, settings=dict(settings), plan=method.plan
+    )
     state: dict[str, Any] = {}
 
     def put(field: str, parameter: ParameterInfo, inside: slice, values: Tensor) -> None:
@@ -146,7 +151,7 @@ def _capacities(run: GroupRun) -> list[Capacity]:
 
 
 def read_meta(
-    state: Mapping[str, Any], *, rank: int, world: int, codec: str, chain: str = "", tensors: Sequence[TensorInfo]
+    state: Mapping[str, Any], *, rank: int, world: int, method: Method, tensors: Sequence[TensorInfo]
 ) -> Meta:
     """The meta part of this rank's state, or an error that names the first thing that does not fit."""
     key = f"rank{rank}.thinwire"
@@ -166,20 +171,21 @@ def read_meta(
         raise StateError(f"the state has format {meta.format}; version {__version__} reads format {FORMAT}")
     if (meta.rank, meta.world) != (rank, world):
         raise StateError(f"the state is of rank {meta.rank} of {meta.world}; this is rank {rank} of {world}")
-    if meta.codec != codec:
-        raise StateError(f"the state was saved with codec {meta.codec}; this wire uses {codec}")
-    if meta.chain != chain:
-        names = [str(text or "the codec's own collectives") for text in (meta.chain, chain)]
+    if meta.codec != method.codec:
+        raise StateError(f"the state was saved with codec {meta.codec}; this wire uses {method.codec}")
+    if meta.chain != method.chain:
+        names = [str(text or "the codec's own collectives") for text in (meta.chain, method.chain)]
         raise StateError(f"the state was saved with the chain {names[0]}; this wire uses {names[1]}")
+    _check_plan(meta.plan, method.plan)
     observed = [wanted for group in meta.capacities for recent in group for wanted in recent]
     if min(meta.step, meta.skipped, *observed, 0) < 0:
         raise StateError(f"{key!r} has a negative step, number of skipped steps or capacity")
     try:
-        parse(codec).at(meta.step, meta.settings)
+        method.at(meta.step, meta.settings)
     except (TypeError, ValueError) as error:
-        raise StateError(f"{key!r} has settings that {codec} refuses: {error}") from None
+        raise StateError(f"{key!r} has settings that {method} refuses: {error}") from None
     if meta.layout is not None:
-        _check_layout(meta.layout, tensors, codec, chain)
+        _check_layout(meta.layout, tensors, method)
         for name in ("capacities", "numbers", "arrays"):
             if len(getattr(meta, name)) != len(meta.layout.groups):
                 raise StateError(
@@ -188,16 +194,41 @@ def read_meta(
     return meta
 
 
-def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], codec: str, chain: str) -> None:
+def _check_plan(saved: Plan | None, own: Plan | None) -> None:
+    """The same tensors in the same groups, by the same codecs and chains."""
+    if saved is None or own is None:
+        if saved is not own:
+            raise StateError(
+                "the state has no plan, this wire has one" if own else "the state has a plan, this wire none"
+            )
+        return
+    if len(saved.groups) != len(own.groups):
+        raise StateError(f"the plan of the state has {len(saved.groups)} groups, that of this wire {len(own.groups)}")
+    for place, (theirs, mine) in enumerate(zip(saved.groups, own.groups, strict=True)):
+        for field in ("names", "codec", "chain"):
+            if getattr(theirs, field) != getattr(mine, field):
+                raise StateError(
+                    f"group {place} of the plan has {field} {getattr(theirs, field)!r} in the state; "
+                    f"this wire has {getattr(mine, field)!r}"
+                )
+
+
+def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], method: Method) -> None:
     """A layout that fits this model: every tensor in its place, nothing beside or upon it."""
     expected = {tensor.name: tensor for tensor in tensors}
     places: dict[str, list[tuple[str, str]]] = {}
-    rides = parse(codec).rides and not chain
     for group in layout.groups:
-        if group.codec not in (codec, "dense"):
-            raise StateError(f"{group.name!r} has codec {group.codec} in the state; this wire uses {codec}")
-        if group.chain != (chain if group.codec == codec else ""):
-            raise StateError(f"{group.name!r} has the chain {group.chain!r} in the state; this wire uses {chain!r}")
+        # Not that of the codec's text: nothing in a state is believed before it is compared.
+        parts = [method.of_tensor(slot.name) for slot in group.slots] or method.parts
+        own = {(str(part.codec), part.chain) for part in parts if part is not None}
+        if group.codec not in {codec for codec, _ in own} | {"dense"}:
+            raise StateError(f"{group.name!r} has codec {group.codec} in the state; this wire uses {method}")
+        if (group.codec, group.chain) not in own | {("dense", "")}:
+            raise StateError(
+                f"{group.name!r} has the chain {group.chain!r} in the state; this wire uses {method.chain!r}"
+            )
+        if (group.codec, group.chain) != ("dense", "") and len(own) > 1:
+            raise StateError(f"{group.name!r} has tensors in the state that this wire sends by different codecs")
         offset = 0
         for slot in group.slots:
             tensor = expected.get(slot.name)
@@ -221,8 +252,10 @@ def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], codec: str, cha
     for name in expected:
         if name not in places:
             raise StateError(f"the state lacks the tensor {name!r} of this model")
+        part = method.of_tensor(name)
+        rides = part is not None and part.codec.rides and not part.chain and places[name][0][1] == str(part.codec)
         roles = [role for role, _ in places[name]]
-        once = roles == ["coded"] or (roles == ["ride"] and rides and places[name][0][1] == codec)
+        once = roles == ["coded"] or (roles == ["ride"] and rides)
         if not once and not (roles == ["elsewhere", "coded"] and places[name][1][1] == "dense"):
             raise StateError(f"{name!r} has a place in the state that no layout gives it: {', '.join(roles)}")
 

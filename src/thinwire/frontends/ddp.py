@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import Codec
 from ..engine.agree import agree, compile_kernels, problem_of
-from ..engine.layout import Exclude, Layout, TensorInfo, build, describe, excluded, kinds_of
-from ..engine.runner import explain
+from ..engine.layout import Exclude, TensorInfo, describe, excluded, kinds_of
+from ..engine.method import Method
+from ..engine.runner import Runner, explain
 from ..engine.wire import Wire
 from ..errors import AttachError, ExchangeError, WireClosed
 from ..log import logger, set_up
+from ..planner.plan import Plan
 from ..schemes import tree
-from ..schemes.chain import choose
 from ..schemes.world import TorchWorld, ranks_per_node
 
 _wires: "weakref.WeakKeyDictionary[DistributedDataParallel, DDPWire]" = weakref.WeakKeyDictionary()
@@ -30,7 +31,7 @@ _wires: "weakref.WeakKeyDictionary[DistributedDataParallel, DDPWire]" = weakref.
 
 def attach(
     ddp: nn.Module,
-    codec: Codec | str,
+    codec: Codec | str | Plan,
     *,
     chain: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -41,7 +42,7 @@ def attach(
     """Exchange the gradients of a DDP module through `codec`. A collective: every rank calls it alike.
 
     ddp           a DistributedDataParallel, or what `torch.compile` made of one
-    codec         a codec, or its text: `"topk(density=0.01)"`, `"topk(density=0.01) via B"`
+    codec         a codec, or its text: `"topk(density=0.01)"`, `"topk(density=0.01) via B"`; or a plan
     chain         by which collectives: a leaf of the tree, by letter or notation (`docs/chains.md`)
     scaler        the GradScaler of the job, if it has one: residuals are then unscaled, and untouched by a skipped step
     exclude       shell patterns on parameter names, or a function of the name: these tensors travel dense
@@ -61,18 +62,19 @@ def attach(
     if scaler is not None and not scaler.is_enabled():
         scaler = None  # it does not skip a step that is not finite
     group = module.process_group
+    nodes = ranks_per_node(group)
     error: str | None = None
     tensors: list[TensorInfo] = []
     facts: dict[str, Any] = {}
-    text = ""
+    method: Method | None = None
     try:
-        codec, text = choose(codec, chain)
-        _check(module, codec, min_elements)
+        method = Method.of(codec, chain)
+        _check(module, method, min_elements)
         kinds = {_plain(name): kind for name, kind in kinds_of(module.module).items()}
         tensors = [describe(name, p, kinds.get(name)) for name, p in _parameters(module).items()]
+        method.check(tensors, dist.get_world_size(group), nodes[0])
         facts = {
-            "codec": str(codec),
-            "chain": text,
+            **method.facts(),
             "tensors": tensors,
             "excluded": excluded(tensors, exclude),
             "options": (min_elements, scaler is not None, module.find_unused_parameters, module.static_graph),
@@ -81,13 +83,13 @@ def attach(
     except Exception as problem:  # of any kind, the user's own `exclude` included: the other ranks wait to hear of it
         error = problem_of(problem)
     agree(group, facts, error)
-    assert isinstance(codec, Codec)
-    nodes = ranks_per_node(group)
-    if text and tree.parse(text).hierarchical and nodes[0] is None:
-        raise AttachError(f"the chain {text!r} needs nodes: {nodes[1]}")
-    compile_kernels(group, codec, text)
-    world = TorchWorld(group, codec.rounds if not text else 1, timeout, *nodes)
-    wire = DDPWire(module, world, codec, tensors, scaler, exclude, min_elements, text)
+    assert method is not None
+    for text in method.chains:
+        if tree.parse(text).hierarchical and nodes[0] is None:
+            raise AttachError(f"the chain {text!r} needs nodes: {nodes[1]}")
+    compile_kernels(group, method)
+    world = TorchWorld(group, 1, timeout, *nodes)
+    wire = DDPWire(module, world, method, tensors, scaler, exclude, min_elements)
     world.prepare(wire._layout([tensors]).places(wire._place()))
     module.register_comm_hook(wire, _exchange_bucket)
     _wires[module] = wire
@@ -95,22 +97,18 @@ def attach(
     return wire
 
 
-def attached(module: DistributedDataParallel) -> Codec | None:
-    """The codec of the wire that is attached to a module, if there is one."""
+def attached(module: DistributedDataParallel) -> Method | None:
+    """How the wire that is attached to a module exchanges, if there is one."""
     wire = _wires.get(module)
-    return None if wire is None else wire.codec
+    return None if wire is None else wire.method
 
 
-def _check(module: DistributedDataParallel, codec: Codec, min_elements: int) -> None:
-    if not isinstance(codec, Codec):
-        raise AttachError(
-            f"{codec!r} is not a codec: give thinwire.TopK(0.01), or a text such as 'topk(density=0.01)'"
-        )
-    str(codec)
+def _check(module: DistributedDataParallel, method: Method, min_elements: int) -> None:
+    str(method)  # a codec of the user's own needs a name
     if min_elements < 0:
         raise AttachError(f"min_elements must not be negative, but is {min_elements}")
     if module in _wires:
-        raise AttachError(f"a wire with {_wires[module].codec} is attached to this module already")
+        raise AttachError(f"a wire with {_wires[module].method} is attached to this module already")
     # A hook of the built-in kind stands only in DDP's log.
     name = module._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
     if module._comm_hooks:
@@ -146,18 +144,24 @@ class DDPWire(Wire):
         self,
         module: DistributedDataParallel,
         world: TorchWorld,
-        codec: Codec,
+        method: Method,
         tensors: Sequence[TensorInfo],
         scaler: torch.amp.GradScaler | None,
         exclude: Exclude,
         min_elements: int,
-        chain: str = "",
     ) -> None:
         tracks_unused = module.find_unused_parameters or module.static_graph
-        super().__init__(world, codec, tensors, chain=chain, protected=scaler is not None, tracks_unused=tracks_unused)
+        super().__init__(
+            world,
+            method,
+            tensors,
+            exclude=exclude,
+            min_elements=min_elements,
+            protected=scaler is not None,
+            tracks_unused=tracks_unused,
+        )
         self._torch_world = world
         self._scaler = scaler
-        self._exclude, self._min_elements = exclude, min_elements
         named = _parameters(module)
         self._names = {id(p): name for name, p in named.items()}
         self._used: set[int] = set()
@@ -165,7 +169,8 @@ class DDPWire(Wire):
             for parameter in named.values():
                 parameter.register_post_accumulate_grad_hook(_marker(self._used))  # type: ignore[no-untyped-call]
         self._infos = {tensor.name: tensor for tensor in tensors}
-        self._buckets: list[list[TensorInfo]] = []
+        self._coming: list[tuple[str, ...]] = []
+        self._seen: list[tuple[str, ...]] = []
         # DDP rebuilds its buckets once, after the first step (the second with static_graph), unless it searches for
         # unused parameters. Counted in steps of ours, because all ranks count the same, joined ones included.
         self._steps_until_final = 2 if module.static_graph else 1
@@ -184,23 +189,25 @@ class DDPWire(Wire):
         )
         total = sum(tensor.elements for tensor in self._infos.values())
         share = 100 * coded / total if total else 0.0
-        memory = (8 if self._protected else 4) * coded / total if total and self.codec.keeps_residual else 0.0
+        keeping = [g for g, codec in zip(layout.groups, layout.codecs(), strict=True) if codec.keeps_residual]
+        kept = sum(slot.elements for group in keeping for slot in group.slots if slot.role == "coded")
+        memory = (8 if self._protected else 4) * kept / total if total else 0.0
         codecs = [codec.at(0, self.settings) for codec in layout.codecs()]
         estimate = [c.estimate(g.info(), self.world.size) for g, c in zip(layout.groups, codecs, strict=True)]
         travel = sum(e.gathered + e.summed for e in estimate)
         how = f"a rank hands over about {_bytes(travel)} a step instead of {_bytes(4 * total)}"
-        if self.chain:
-            how = f"by the chain {self.chain}"
+        if self.method.chain:
+            how = f"by the chain {self.method.chain}"
+        if self.plan is not None and self.plan.predicted_seconds:
+            predicted, dense = 1000 * self.plan.predicted_seconds, 1000 * self.plan.dense_seconds
+            how += f"; predicted: {predicted:.1f} ms a step, {dense:.1f} dense"
         logger.info(
             "%s on %d ranks: compresses %d of %d parameters (%.1f %%), the rest travels dense; %s; residuals add %.1f bytes "
             "a parameter; dense until the buckets are final",
-            self.codec, self.world.size, coded, total, share, how, memory,
+            self.method, self.world.size, coded, total, share, how, memory,
         )  # fmt: skip
         if self.world.size == 1:
             logger.warning("world size is 1: there is nobody to exchange with, so compression can only cost")
-
-    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
-        return build(buckets, self.codec, chain=self.chain, exclude=self._exclude, min_elements=self._min_elements)
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 
@@ -219,12 +226,11 @@ class DDPWire(Wire):
         buffer = bucket.buffer()
         if self.runner is None or (self.direct and not self.runner.members[0].carries):
             future = self._direct(bucket.index(), buffer)
-            if self.runner is None:
-                self._record(bucket)
-            elif bucket.is_last():
-                self.dense_steps += 1
+            self._note(bucket)
+            if bucket.is_last():
+                self._dense_step_ends()
             return future
-        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        names = self._note(bucket)
         if bucket.index() == 0 and self._scaler is not None:
             self.runner.members[0].scale = float(self._scaler.get_scale())
         ended = Future[Any]()
@@ -266,18 +272,31 @@ class DDPWire(Wire):
         self._flying.append(flight)
         return flight.future.then(_unwrap)
 
-    def _record(self, bucket: GradBucket) -> None:
-        """Note what DDP's buckets hold; once they are final, freeze the layout for the steps to come."""
-        self._buckets.append([self._infos[self._names[id(parameter)]] for parameter in bucket.parameters()])
+    def _note(self, bucket: GradBucket) -> tuple[str, ...]:
+        """The tensors of a bucket; after the last one of a step it is known how DDP cuts them."""
+        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        if bucket.index() == 0:
+            self._coming = []
+        self._coming.append(names)
         if bucket.is_last():
-            self._used.clear()
-            self.dense_steps += 1
-            buckets, self._buckets = self._buckets, []
-            if self.dense_steps > self._steps_until_final:
-                layout = self._layout(buckets)
-                self.freeze(layout)
-                if self.world.members[0] == 0 and not self.direct:
-                    logger.info("layout frozen after %d dense steps: %d groups", self.dense_steps, len(layout.groups))
+            self._seen = self._coming
+        return names
+
+    def _buckets_of(self, runner: Runner) -> Sequence[Sequence[TensorInfo]]:
+        return self._cut() if self._seen else super()._buckets_of(runner)
+
+    def _cut(self) -> list[list[TensorInfo]]:
+        return [[self._infos[name] for name in names] for names in self._seen]
+
+    def _dense_step_ends(self) -> None:
+        """Once the buckets are final, freeze the layout for the steps to come."""
+        self.dense_steps += 1
+        self._used.clear()
+        if self.runner is None and self.dense_steps > self._steps_until_final:
+            layout = self._layout(self._cut())
+            self.freeze(layout)
+            if self.world.members[0] == 0 and not self.direct:
+                logger.info("layout frozen after %d dense steps: %d groups", self.dense_steps, len(layout.groups))
 
     def _unused(self, names: Sequence[str]) -> Sequence[str]:
         """Parameters of a bucket that this rank did not use since the last exchange.
