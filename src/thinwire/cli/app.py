@@ -8,6 +8,7 @@ import typer
 
 from ..version import __version__
 from . import bench, demo, lab
+from .profile import profile
 
 app = typer.Typer(
     name="thinwire",
@@ -19,6 +20,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.command()(demo.demo)
+app.command(context_settings={"allow_interspersed_args": False})(profile)
 
 
 def _version(wanted: bool) -> None:

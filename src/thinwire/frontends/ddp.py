@@ -70,8 +70,8 @@ def attach(
     try:
         method = Method.of(codec, chain)
         _check(module, method, min_elements)
-        kinds = {_plain(name): kind for name, kind in kinds_of(module.module).items()}
-        tensors = [describe(name, p, kinds.get(name)) for name, p in _parameters(module).items()]
+        kinds = {plain(name): kind for name, kind in kinds_of(module.module).items()}
+        tensors = [describe(name, p, kinds.get(name)) for name, p in parameters_of(module).items()]
         method.check(tensors, dist.get_world_size(group), nodes[0])
         facts = {
             **method.facts(),
@@ -118,21 +118,21 @@ def _check(module: DistributedDataParallel, method: Method, min_elements: int) -
     for name, child in module.module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise AttachError(f"{name!r} makes sparse gradients, which thinwire cannot compress: use sparse=False")
-    for name, parameter in _parameters(module).items():
+    for name, parameter in parameters_of(module).items():
         if parameter.is_complex():
             raise AttachError(f"{name!r} is {parameter.dtype}: complex gradients are not supported")
         if parameter.device.type != "cpu":
             raise AttachError(f"{name!r} is on {parameter.device}: only CPU tensors are supported yet")
 
 
-def _parameters(module: DistributedDataParallel) -> dict[str, nn.Parameter]:
+def parameters_of(module: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """The parameters that DDP reduces, in its own order, without a `module.` in front of their names."""
     ignored = set(module.parameters_to_ignore)
     named = module.module.named_parameters()
-    return {_plain(name): p for name, p in named if p.requires_grad and name not in ignored}
+    return {plain(name): p for name, p in named if p.requires_grad and name not in ignored}
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """The name of a parameter as it was before `torch.compile`: patterns and checkpoints fit a model with and without."""
     return name.replace("_orig_mod.", "")
 
@@ -162,7 +162,7 @@ class DDPWire(Wire):
         )
         self._torch_world = world
         self._scaler = scaler
-        named = _parameters(module)
+        named = parameters_of(module)
         self._names = {id(p): name for name, p in named.items()}
         self._used: set[int] = set()
         if tracks_unused:
