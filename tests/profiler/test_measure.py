@@ -66,26 +66,6 @@ def test_one_rank_alone() -> None:
     assert [cost.rounds for cost in profile.codecs] == [(), ()]
 
 
-def _nodes() -> bytes:
-    import os
-
-    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "2", str(dist.get_rank() % 2)
-    try:
-        return _profile(["dense", "dense via iRS eAR iAG", "micro(density=0.05) via iR comp eARc dec iB"], 2.0)[0]
-    finally:
-        os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = os.environ["WORLD_SIZE"], os.environ["RANK"]
-
-
-def test_chains_over_nodes() -> None:
-    profile = msgspec.json.decode(run(4, _nodes, hang=120.0)[0], type=Profile)
-    assert (profile.cluster.nodes, profile.cluster.ranks_per_node) == (2, 2)
-    assert {link.scope for link in profile.links} == {"flat", "intra", "inter"}
-    assert [round_.scope for round_ in profile.codecs[1].rounds] == ["intra", "inter", "intra"]
-    # Only the first rank of a node speaks to other nodes: what the others saw of it does not count.
-    assert [round_.scope for round_ in profile.codecs[2].rounds] == ["intra", "inter", "inter", "intra"]
-    assert all(round_.bytes(5000) > 0 for round_ in profile.codecs[2].rounds)
-
-
 def _refused() -> list[str]:
     ddp, found = wrapped(mlp(0)), []
     profiling = Profiling(ddp)

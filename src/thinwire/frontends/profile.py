@@ -59,7 +59,7 @@ class Profiling:
         tensors = [Tensor(info.name, info.elements, info.kind, info.dtype, 0.0, info.shape) for info in infos]
         world = TorchWorld(group, 1, None, *ranks_per_node(group))
         try:
-            return measure.measure(
+            found = measure.measure(
                 model or type(self.module.module).__name__,
                 tensors,
                 compute,
@@ -70,6 +70,7 @@ class Profiling:
                 budget=budget,
                 rate=rate,
             )
-        finally:
             dist.barrier(group=group)  # a peer may still be in the last collective
+            return found
+        finally:
             world.close()

@@ -85,7 +85,8 @@ class Rehearsal:
         """The step counts."""
         if self.chain is not None:
             self.chain.observe()
-            self.codec.commit(self.chain.states)
+            if self.chain.states:
+                self.codec.commit(self.chain.states)
             return
         assert self.talk is not None
         if self.talk.capacity is not None and self.talk.wanted >= 0:
@@ -125,6 +126,31 @@ def measure(
             _measure_group(samples, codec, chain, group, gradients, world, place, room)
         found.append(samples)
         budget -= agreed(world, time.perf_counter() - begun)
+    return found
+
+
+_ROUTINES: dict[str, profile.Collective] = {
+    "AR": "all_reduce",
+    "RS": "all_to_all",  # and a sum: see schemes/reducescatter.py
+    "AG": "all_gather",
+    "A2A": "all_to_all",
+    "R": "reduce",
+    "B": "broadcast",
+    "G": "gather",
+}
+
+
+def collectives(text: str, place: Place) -> set[tuple[profile.Collective, Scope]]:
+    """Those that a codec and its chain may use between these ranks."""
+    chain = choose(text)[1]
+    own: list[profile.Collective] = ["all_gather", "all_reduce"]
+    if not chain:
+        return {(collective, "flat") for collective in own}
+    leaf, found = tree.parse(chain), set[tuple[profile.Collective, Scope]]()
+    for op in leaf.ops:
+        if op.scope is not None and place.count(op.scope) > 1:
+            spoken = own if leaf.summed and op.compressed else [_ROUTINES[op.routine]]
+            found.update((collective, op.scope) for collective in spoken)
     return found
 
 

@@ -77,10 +77,9 @@ def measure(
     layered = world.ranks_per_node is not None and 1 < world.ranks_per_node < world.size
     if candidates is None:
         candidates = CANDIDATES + (HIERARCHICAL if layered else ())
+    # The all-gather comes first: its times decide how long others are measured.
     kinds: list[tuple[profile.Collective, Scope]] = [("all_gather", "flat"), ("all_reduce", "flat")]
-    kinds += [("all_to_all", "flat")]
-    if layered:
-        kinds += [(collective, scope) for scope in ("intra", "inter") for collective, _ in kinds[:3]]
+    kinds += sorted({kind for text in candidates for kind in costs.collectives(text, place)} - set(kinds))
     world.prepare({(0, scope) for _, scope in kinds})
     alone = world.size == 1
     lines = [] if alone else links.measure(world, kinds, budget=budget / 3, largest=max(total, 1 << 16))
