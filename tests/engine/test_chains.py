@@ -17,7 +17,7 @@ from tests.models import batch, digest, mlp, train, wrapped
 from tests.ranks import run
 from thinwire.engine.layout import build, describe
 from thinwire.engine.runner import Runner
-from thinwire.errors import AttachError, StateError
+from thinwire.errors import AttachError
 from thinwire.schemes import tree
 from thinwire.schemes.chain import choose
 
@@ -37,8 +37,8 @@ OTHERS = [
     "laplace(density=0.05) via H",
     "sign via K",
     "dense via A",
-    "micro(density=0.05) via iRS comp eARc dec iAG",
-    "micro(density=0.05, values='bf16') via iR comp eARc dec iB",
+    "micro(density=0.05, values='fp32') via iRS comp eARc dec iAG",
+    "micro(density=0.05) via iR comp eARc dec iB",
     "randomblock(ratio=4.0) via iRS comp eARc dec iAG",
     "randomk(density=0.1) via iRS comp eARc dec iAG",
     "lowrank(rank=2) via iRS comp eARc dec iAG",
@@ -71,7 +71,7 @@ def _check_step(before: Tensors, given: list[Tensors], results: list[Tensors], a
         came = before[name] + torch.stack([tensors[name].double() for tensors in given]).sum(0)
         went = after[name] + ranks * result.double()
         size = before[name].abs() + after[name].abs() + sum(tensors[name].double().abs() for tensors in given)
-        rounding = 1e-2 if "cast" in text else 6e-3 if "16" in text and "micro" in text else 2e-6
+        rounding = 1e-2 if "cast" in text else 6e-3 if "micro" in text and "fp32" not in text else 2e-6
         if size.numel():
             allowed = rounding * (size.max() if "lowrank" in text else size + ranks * result.double().abs()) + 1e-6
             assert bool(((came - went).abs() <= allowed).all()), (
@@ -128,7 +128,7 @@ def test_a_void_step_loses_nothing(text: str) -> None:
     given = [
         {name: tensor.double() for name, tensor in tensors.items()} for tensors in gradients(SHAPES, 4, "normal", 99)
     ]
-    allowed = 1e-3 if "16" in text or "lowrank" in text else 1e-4
+    allowed = 1e-3 if "16" in text or "micro" in text or "lowrank" in text else 1e-4
     for name in dict(members[0].residuals.named()):
         # What lies in a tile with a value that is not finite is left out: of the rank, its node, or all of them.
         possible = torch.stack([before[name] + sum(given[r][name] for r in range(count)) for count in (4, 3, 2, 0)])
@@ -306,9 +306,16 @@ def test_a_resumed_job_has_the_bits_of_one_that_went_on(text: str) -> None:
     steps(second, range(2))
     second.load_state_dict(state)
     assert steps(second, range(4, 8)) == expected
-    other = thinwire.Exchange(_empty(), text.split(" via ")[0], thinwire.LocalWorld(4, 2), chain=_another(text))
-    with pytest.raises(StateError, match="was saved with the chain"):
-        other.load_state_dict(state)
+    # Another chain keeps what was not sent; what its codec has learnt begins anew.
+    other = thinwire.Exchange(
+        _empty(), text.split(" via ")[0], thinwire.LocalWorld(4, 2), chain=_another(text), **OPTIONS
+    )
+    other.load_state_dict(state)
+    second.load_state_dict(state)
+    assert other.runner is not None
+    assert second.runner is not None
+    left, right = _left(other.runner.members), _left(second.runner.members)
+    assert all(torch.allclose(left[name], right[name], rtol=1e-5, atol=1e-5) for name in SHAPES)
 
 
 def _another(text: str) -> str:

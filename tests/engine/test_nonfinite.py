@@ -37,6 +37,7 @@ class StridedState(CodecState):
     visits: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     saved: ClassVar[tuple[str, ...]] = ("last_place", "visits")
+    elementwise: ClassVar[tuple[str, ...]] = ("visits",)
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,34 @@ def test_guard_skips_the_step_everywhere(codec: str) -> None:
     results = run(3, _guarded, codec)
     assert results[0] == results[1] == results[2]
     assert results[0][1] == 8
+
+
+def _guarded_through_changes() -> list[str]:
+    """Every way that a step can take, one after the other: dense, a codec, what it left over, dense again, a codec again."""
+    ddp = wrapped()
+    wire = thinwire.attach(ddp, "topk(density=0.05)", min_elements=100)
+    bad = {step: Bad("2.weight", NAN, (step % dist.get_world_size(),)) for step in (1, 4, 7, 9, 12, 16)}
+    spoiler = Spoiler(ddp.module, bad)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    wire.guard(optimizer)
+    digests = []
+    for step in range(18):
+        if step in (6, 14):
+            wire.change("dense" if step == 6 else "micro(density=0.05)")
+        spoiler.step = step
+        inputs, targets = batch(step, dist.get_rank())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(inputs), targets).backward()
+        assert wire.skipped_last_step == (step in bad), step
+        optimizer.step()
+        assert all(p.isfinite().all() for p in ddp.parameters()), step
+        digests.append(digest(ddp))
+    return digests
+
+
+def test_guard_holds_through_changes_of_the_codec() -> None:
+    results = run(3, _guarded_through_changes)
+    assert results[0] == results[1] == results[2]
 
 
 def _unguarded() -> None:

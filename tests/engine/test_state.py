@@ -28,15 +28,15 @@ STEPS = 12
 # -- resume ------------------------------------------------------------------------------------------------------------
 
 
-def _job(codec: str, seed: int) -> tuple[Any, torch.optim.Optimizer, thinwire.Wire]:
-    ddp = wrapped(mlp(seed))
+def _job(codec: str, seed: int, **options: Any) -> tuple[Any, torch.optim.Optimizer, thinwire.Wire]:
+    ddp = wrapped(mlp(seed), **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     return ddp, optimizer, thinwire.attach(ddp, codec, min_elements=100)
 
 
-def _resume(codec: str, folder: str, saved: list[int]) -> str:
+def _resume(codec: str, folder: str, saved: list[int], options: dict[str, Any]) -> str:
     """Train and save now and then; go on from each saved point in a new job, and compare at every step."""
-    ddp, optimizer, wire = _job(codec, 0)
+    ddp, optimizer, wire = _job(codec, 0, **options)
     rank = dist.get_rank()
     history: list[tuple[str, Any]] = []
 
@@ -50,7 +50,7 @@ def _resume(codec: str, folder: str, saved: list[int]) -> str:
         train(ddp, optimizer, range(step, step + 1))
         history.append((digest(ddp), wire.state_dict()))
     for begin in saved:
-        ddp, optimizer, wire = _job(codec, 1)
+        ddp, optimizer, wire = _job(codec, 1, **options)
         parts = torch.load(Path(folder) / f"{begin}.{rank}.pt", weights_only=True)
         ddp.module.load_state_dict(parts["model"])
         optimizer.load_state_dict(parts["optimizer"])
@@ -58,46 +58,62 @@ def _resume(codec: str, folder: str, saved: list[int]) -> str:
         for step in range(begin, STEPS):
             train(ddp, optimizer, range(step, step + 1))
             assert (digest(ddp), step) == (history[step][0], step), f"resumed at {begin}"
-            assert same(wire.state_dict(), history[step][1]), f"resumed at {begin}"
+            if begin > 1 or step > 3:  # a layout is found one step later by who resumes without
+                assert same(wire.state_dict(), history[step][1]), f"resumed at {begin}"
     return history[-1][0]
 
 
 @pytest.mark.parametrize("codec", VARIANTS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_resume_has_the_bits_of_going_on(codec: str, ranks: int, tmp_path: Path) -> None:
-    if ranks == 3 and codec == "dense":
-        pytest.skip("DDP begins with one bucket: gloo adds three ranks in an order that depends on the bucket's size")
-    saved = [2, random.Random(f"{codec} {ranks}").randrange(3, STEPS - 1)]  # 2: the layout has just been frozen
-    results = run(ranks, _resume, codec, str(tmp_path), saved)
+    # 1: no layout yet, and DDP's buckets change; 2: the layout has just been frozen. With dense and three ranks, 1 is as DDP
+    # alone: the buckets of its second step are others in a job that begins again.
+    saved = [1 if ranks == 3 and codec != "dense" else 2, random.Random(f"{codec} {ranks}").randrange(3, STEPS - 1)]
+    results = run(ranks, _resume, codec, str(tmp_path), saved, {})
     assert len(set(results)) == 1
 
 
-def _resume_while_dense(codec: str, begin: int) -> list[str]:
-    """DDP finds its buckets anew, so a job that had no layout yet begins dense once more."""
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        ({"static_graph": True}, [1, 3, 5]),
+        ({"find_unused_parameters": True}, [1, 2, 5]),
+        ({"gradient_as_bucket_view": True}, [1, 2, 5]),
+    ],
+)
+def test_resume_with_options_of_ddp(options: dict[str, Any], saved: list[int], tmp_path: Path) -> None:
+    for codec in ("topk(density=0.05)", "dense"):
+        early = [] if codec == "dense" else saved[:1]
+        results = run(3, _resume, codec, str(tmp_path), [*early, *saved[1:]], options)
+        assert len(set(results)) == 1
+
+
+def _reload_while_dense(codec: str) -> None:
+    """A state without a layout is refused by a wire that has one; a wire that has none takes it at any time."""
     ddp, optimizer, wire = _job(codec, 0)
-    train(ddp, optimizer, range(begin))
-    model, moments, state = ddp.module.state_dict(), optimizer.state_dict(), wire.state_dict()
+    train(ddp, optimizer, range(1))
+    state = wire.state_dict()
     assert all(not residual.any() for residual in residuals(wire).values())
-    ddp, optimizer, wire = _job(codec, 1)
-    ddp.module.load_state_dict(model)
-    optimizer.load_state_dict(moments)
-    wire.load_state_dict(state)
-    losses = train(ddp, optimizer, range(begin, 30))
-    assert losses[-1] < losses[0]
-    assert wire.stats()["steps"] == 28 - begin
-    late = _job(codec, 1)
-    train(late[0], late[1], range(5))
-    before = late[2].state_dict()
+    again, moments, late = _job(codec, 0)
+    train(again, moments, range(1))
+    late.load_state_dict(state)
+    for one, other in ((ddp, optimizer), (again, moments)):
+        train(one, other, range(1, 6))
+    assert digest(ddp) == digest(again)
+    assert (wire.stats()["dense_steps"], wire.stats()["steps"]) == (2, 4)
+    assert same(wire.state_dict(), late.state_dict())
     with pytest.raises(StateError, match="before the layout was frozen"):
-        late[2].load_state_dict(state)
-    assert same(late[2].state_dict(), before)
-    return [digest(ddp)]
+        late.load_state_dict(state)
+    assert same(wire.state_dict(), late.state_dict())
+    other, _, fresh = _job("cast", 0)
+    fresh.load_state_dict(state)
+    wider = thinwire.attach(wrapped(torch.nn.Linear(32, 10)), "cast", min_elements=100)
+    with pytest.raises(StateError, match=r"'0\.bias' is only in the state"):
+        wider.load_state_dict(state)
 
 
 def test_a_state_from_before_the_layout_was_frozen() -> None:
-    for begin in (0, 1):
-        results = run(2, _resume_while_dense, "topk(density=0.05)", begin)
-        assert results[0] == results[1]
+    run(2, _reload_while_dense, "topk(density=0.05)")
 
 
 def _resume_with_scaler() -> None:
@@ -231,12 +247,9 @@ def _refused(exchange: thinwire.Exchange, state: Any, text: str) -> None:
 
 def test_jobs_that_do_not_fit() -> None:
     state = _exchange(steps=3).state_dict()
-    _refused(_exchange(world=3), state, "nothing of rank 2|rank 0 of 2; this is rank 0 of 3")
-    _refused(_exchange(world=1), state, "rank 0 of 2; this is rank 0 of 1")
-    _refused(
-        _exchange("topk(density=0.04)"), state, r"codec topk\(density=0.05\); this wire uses topk\(density=0.04\)"
-    )
-    _refused(_exchange("cast"), state, "this wire uses cast")
+    one = {key: value for key, value in state.items() if key.startswith("rank0")}
+    _refused(_exchange(world=3), one, "is of 2 ranks, and this job has 3: .* that of rank 1 is missing; or .* 'mean'")
+    _refused(_exchange(), one, r"nothing of rank 1 \(it has: rank0\)")
     _refused(_exchange(dtype=torch.float16), state, "'first' is float32 in the state and float16 in this model")
     other = SHAPES | {"second": (3001,), "third": (1, 2, 3)}
     _refused(_exchange(shapes=other), state, r"'second' has shape \(3000,\) in the state and \(3001,\) in this model")
@@ -255,7 +268,13 @@ def test_states_that_are_damaged() -> None:
 
     cases: list[tuple[dict[str, Any], str]] = [
         ({"rank1.thinwire": text(format=2)}, "has format 2; version .* reads format 1"),
-        ({"rank1.thinwire": text(rank=0)}, "rank 0 of 2; this is rank 1 of 2"),
+        ({"rank1.thinwire": text(rank=0)}, "'rank1.thinwire' says of itself that it is of rank0 of 2"),
+        ({"rank1.thinwire": text(world=1)}, "says of itself that it is of rank1 of 1"),
+        ({"rank1.thinwire": text(weights=[[0.0]] * 4)}, "share in the sum"),
+        (
+            {"rank1.thinwire": text(carries=[True] * 4)},
+            r"'rank1.carry.first' should be float32 \(40, 50\), but is missing",
+        ),
         ({"rank1.thinwire": text(step=-1)}, "negative"),
         ({"rank1.thinwire": text(surprise=1)}, "surprise"),
         ({"rank1.thinwire": text(capacities=[])}, "capacities of 0"),
@@ -298,7 +317,7 @@ def test_layouts_that_are_damaged() -> None:
             state[f"rank{rank}.thinwire"] = json.dumps(meta)
         return state
 
-    _refused(exchange, changed(0, codec="cast"), "'group 0' has codec cast in the state")
+    _refused(exchange, changed(0, codec="cast"), "'group 0' has codec cast in a state of codec topk")
     _refused(exchange, changed(0, codec="__import__('os')"), "'group 0' has codec __import__")
     _refused(exchange, changed(0, elements=10**15), "'group 0' has 1000000000000000 elements")
     _refused(exchange, changed(0, slots=[]), "'group 0' has 2010 elements in the state, its tensors have 0")
@@ -387,7 +406,7 @@ def _mutate(data: st.DataObject, state: dict[str, Any]) -> None:
         state[key] = json.dumps(target[""] if not path else meta)
 
 
-@pytest.mark.parametrize("codec", ["laplace", "strided", "laplace via K"])
+@pytest.mark.parametrize("codec", ["laplace", "strided", "laplace via K", "micro(density=0.1)"])
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_damage_is_refused_or_harmless(codec: str, data: st.DataObject) -> None:

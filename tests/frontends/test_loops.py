@@ -1,4 +1,4 @@
-"""Training loops that are not the plain one: uneven inputs, compiled models, a closed wire, two rounds."""
+"""Training loops that are not the plain one: compiled models, a closed wire, two rounds."""
 
 from __future__ import annotations
 
@@ -11,43 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
 
 import thinwire
-from tests.frontends.reference import Ledger, distance, loss_of, mean_gradients
+from tests.frontends.reference import distance, loss_of, mean_gradients
 from tests.models import digest, mlp, train, wrapped
 from tests.ranks import outcomes, run
-
-
-def _uneven(codec: str, find_unused: bool) -> tuple[str, float, int]:
-    """Rank r has 4 + 5 * r steps; those that have ended still answer the others."""
-    model = mlp()
-    ddp = wrapped(model, find_unused_parameters=find_unused)
-    wire = thinwire.attach(ddp, codec, min_elements=100)
-    ledger = Ledger(ddp)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    rank = dist.get_rank()
-    steps = 4 + 5 * rank
-    with Join([ddp]):
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss_of(ddp, step, rank).backward()
-            ledger.close_step()
-            optimizer.step()
-    # Ranks that ended early have not seen the last results: the last rank knows them all.
-    for received in ledger.received.values():
-        dist.broadcast(received, dist.get_world_size() - 1)
-    stats = wire.stats()
-    return digest(ddp), ledger.balance(wire), stats["steps"] + stats["dense_steps"]
-
-
-@pytest.mark.parametrize(("codec", "find_unused"), [("topk(density=0.05)", False), ("topk(density=0.05)", True)])
-def test_join(codec: str, find_unused: bool) -> None:
-    results = run(3, _uneven, codec, find_unused)
-    assert len({parameters for parameters, _, _ in results}) == 1, "Join gives all ranks the last parameters"
-    for _, balance, steps in results:
-        assert steps == 14
-        assert balance <= 1e-6
 
 
 def _compiled(how: str, codec: str) -> tuple[str, float]:

@@ -106,6 +106,26 @@ def test_candidates_equal_reference(data: st.DataObject) -> None:
     assert same_bits(values[: kept[0]], listed[: kept[0]])
 
 
+@unhurried
+@given(st.data())
+def test_what_is_taken_at_once_equals_reference(data: st.DataObject) -> None:
+    size = data.draw(SIZES)
+    residual, gradient = draw_vector(data, size), draw_vector(data, size)
+    spoil(data, gradient)
+    threshold = draw_threshold(data, residual + gradient)
+    capacity = data.draw(st.sampled_from([0, 1, 3, 64, 130, size]))
+    coding = data.draw(st.sampled_from([1, 2, 3]))
+    indices, values = np.empty(capacity, np.int32), np.empty(capacity, np.float32)
+    places, listed = torch.empty(capacity, dtype=torch.int32), torch.empty(capacity)
+    expected = torch.from_numpy(residual.copy())
+    answer = reference.accumulate_take(expected, torch.from_numpy(gradient), threshold, coding, places, listed)
+    assert laplace.accumulate_take(residual, gradient, threshold, coding, indices, values) == answer
+    assert np.array_equal(residual, expected.numpy())
+    written = min(answer[1], capacity)
+    assert same_bits(indices[:written], places[:written])
+    assert same_bits(values[:written], listed[:written])
+
+
 # ---- the search --------------------------------------------------------------------------------------------------
 
 

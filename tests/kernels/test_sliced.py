@@ -79,6 +79,28 @@ def test_collect(threads: int, elements: int, room: int) -> None:
         assert found[2] == pytest.approx(excess, rel=1e-12)
 
 
+@pytest.mark.parametrize("elements", SIZES)
+@pytest.mark.parametrize(("room", "window"), [(3, (0, 3)), (100_000, (0, 100_000)), (100_000, (0, 1))])
+@pytest.mark.parametrize("coding", [1, 2])
+def test_take(threads: int, elements: int, room: int, window: tuple[int, int], coding: int) -> None:
+    """What is taken is what lies above the threshold; where it is too much, everything is as if it had been listed."""
+    residual, gradient = _vectors(elements)
+    before = residual + gradient
+    indices, values = np.zeros(room, np.int32), np.zeros(room, np.float32)
+    taken, finite, wanted, excess = sliced.accumulate_take(residual, gradient, 2.0, window, coding, indices, values)
+    expected, right, magnitudes = np.zeros_like(residual), np.zeros(room, np.int32), np.zeros(room, np.float32)
+    assert (finite, wanted, excess) == sliced.accumulate_collect(expected, before, 2.0, right, magnitudes)
+    assert taken == (wanted <= min(window[1], room))
+    kept = min(wanted, room)
+    assert np.array_equal(indices[:kept], right[:kept])
+    if not taken:
+        assert same_bits(residual, expected)
+        assert same_bits(values[:kept], magnitudes[:kept])
+    else:
+        assert np.array_equal(values[:kept] + residual[indices[:kept]], magnitudes[:kept])
+        assert (np.abs(residual[indices[:kept]]) <= np.abs(magnitudes[:kept]) * (2.0**-11 if coding == 2 else 0)).all()
+
+
 def _train(count: int, codec: str) -> torch.Tensor:
     sliced.set_threads(count)
     exchange = thinwire.Exchange(

@@ -89,3 +89,40 @@ def test_advance_says_when_an_error_is_not_finite() -> None:
 def test_squares_are_summed_in_order() -> None:
     x = _state(0.9, 5)[0]
     assert compiled.squares(x.numpy()) == plain.squares(x)
+
+
+def _table(states: list[list[Tensor]]) -> np.ndarray:
+    rows = [[tensor.data_ptr() if tensor.numel() else 0 for tensor in state] + [state[1].numel()] for state in states]
+    return np.array(rows, np.int64)
+
+
+@pytest.mark.parametrize(("mu", "decay", "scale", "nesterov"), CASES)
+def test_all_parameters_at_once_are_as_one_by_one(mu: float, decay: float, scale: float, nesterov: float) -> None:
+    sizes = (5003, 1, 77, 640)
+    ours, theirs = ([_state(mu, size, size) for size in sizes] for _ in range(2))
+    single = _options(mu, decay, scale, nesterov)
+    rows, options = _table(ours), single.repeat(len(sizes), 1).numpy()
+    places = np.array([(0, 0, 78, 4990), (3, 78, 10, 0), (1, 88, 1, 0), (2, 89, 77, 0)], np.int64)
+    out = torch.zeros(166)
+    for step in range(3):
+        compiled.all_pending(rows, options, places, out.numpy())
+        for row, offset, length, start in places.tolist():
+            expected = torch.zeros(length)
+            plain.pending(*theirs[row][1:], single, start, expected)
+            assert torch.equal(out[offset : offset + length], expected)
+        if step == 1:
+            compiled.all_drift(rows, options)
+        else:
+            assert compiled.all_advance(rows, options, 0.3)
+            compiled.all_settle(rows, places, out.numpy())
+        for state in theirs:
+            plain.drift(*state[1:], single) if step == 1 else plain.advance(*state, single, 0.3)
+        for row, offset, length, start in places.tolist() if step != 1 else ():
+            state, mean = theirs[row], out[offset : offset + length]
+            plain.settle(state[0], state[1], state[4], start, mean)
+        for mine, yours in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, yours, strict=True))
+    ours[2][3][5] = float("nan")
+    assert np.isnan(compiled.largest_at(rows[2, 3], 77))
+    assert compiled.largest_at(rows[3, 3], 640) == plain.largest(ours[3][3])
+    assert not compiled.all_advance(rows, options, 0.3)

@@ -1,5 +1,7 @@
 """The compiled codings equal the reference bit for bit."""
 
+import random
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -123,6 +125,24 @@ def test_values_equal_reference(numbers: list[float]) -> None:
         assert (
             again.tobytes() == seen.tobytes() == reference.rounded(torch.from_numpy(values), coding).numpy().tobytes()
         )
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)), st.randoms())
+@unhurried
+def test_what_is_taken_in_16_bits_and_what_stays_are_the_element(numbers: list[float], dice: random.Random) -> None:
+    elements = np.array(numbers, np.float32)
+    indices = np.array(sorted(dice.sample(range(len(numbers)), len(numbers) // 2)), np.int32)
+    for coding, kind in ((cpu.FP16, torch.float16), (cpu.BF16, torch.bfloat16)):
+        limit = 0.3 * torch.finfo(kind).max
+        residual, expected = elements.copy(), torch.from_numpy(elements.copy())
+        words, values = np.empty(indices.size, np.uint16), np.empty(indices.size, np.float32)
+        cpu.take_rounded(residual, indices, coding, limit, words, values)
+        right, stand_for = reference.take_rounded(expected, torch.from_numpy(indices), coding, limit)
+        assert words.tobytes() == right.view(torch.int16).numpy().tobytes()
+        assert np.array_equal(values, stand_for.numpy())
+        assert np.array_equal(residual, expected.numpy())
+        before = elements[indices].astype(np.float64)
+        assert np.allclose(values.astype(np.float64) + residual[indices], before, rtol=2**-24, atol=2**-149)
 
 
 def test_every_half_is_read_as_torch_reads_it() -> None:

@@ -105,6 +105,39 @@ def test_collectives_on_gloo(size: int) -> None:
         assert results["gather"] == [0, 7, 1, 7, 2, 7][: 2 * size]
 
 
+def _beside(operation: Operation) -> list[list[float]]:
+    """Sums of two dtypes at once, of sizes that leave the second rank's numbers at odd places."""
+    rank, world = dist.get_rank(), TorchWorld(None, 1)
+    found = []
+    for count in (0, 1, 5):
+        values = torch.full((count,), rank + 1.0, dtype=torch.bfloat16)
+        beside = torch.tensor([rank + 0.1, 2.0**-20, -rank])
+        pending = world.issue(0, [Collective(operation, values, beside=beside)], lambda: None)
+        pending.check()
+        found.append([*values.tolist(), *beside.tolist()])
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("operation", ["sum", "average"])
+def test_a_sum_beside_another(size: int, operation: Operation) -> None:
+    parts = [
+        Collective(
+            operation,
+            torch.full((5,), rank + 1.0, dtype=torch.bfloat16),
+            beside=torch.tensor([rank + 0.1, 2.0**-20, -rank]),
+        )
+        for rank in range(size)
+    ]
+    LocalWorld(size).issue(0, parts, lambda: None)
+    assert parts[0].bytes == 22
+    expected = [*parts[0].tensor.tolist(), *parts[0].tensors[0].tolist()]
+    for results in run(size, _beside, operation):
+        for count, result in zip((0, 1, 5), results, strict=True):
+            assert result == pytest.approx(expected[5 - count :])
+
+
 def _sums_of_two() -> list[float]:
     """Several on their way at once, of growing and shrinking sizes: each has a buffer of its own."""
     world = TorchWorld(None, 1)

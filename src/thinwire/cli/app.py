@@ -8,7 +8,10 @@ import typer
 
 from ..version import __version__
 from . import bench, demo, lab
+from .plan import plan
 from .profile import profile
+from .selftest import selftest
+from .simulate import simulate
 
 app = typer.Typer(
     name="thinwire",
@@ -21,6 +24,9 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.command()(demo.demo)
 app.command(context_settings={"allow_interspersed_args": False})(profile)
+app.command()(plan)
+app.command()(simulate)
+app.command()(selftest)
 
 
 def _version(wanted: bool) -> None:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..codecs import CODECS
+from ..codecs import CODECS, parse
 from ..lab.methods import updates_of
 from ..lab.netns import format_rate
 from ..lab.results import result, write
@@ -49,6 +49,8 @@ def kernels(
     with errors():
         updates = [text for text in codec or bench_kernels.UPDATES if updates_of(text) is not None]
         codec = [text for text in codec if text not in updates] if codec else None
+        for text in codec or ():
+            parse(text)  # before gradients are made for it
         chosen = [] if codec == [] else bench_kernels.default_codecs(density, ranks)
         chosen = [(text, ranks) for text in codec] if codec else chosen
         chosen = [(text, count) for text, count in chosen if text.split("(")[0] in CODECS or codec]

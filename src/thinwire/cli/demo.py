@@ -18,7 +18,9 @@ from .console import console, errors, failure, output
 
 
 def demo(
-    codec: Annotated[str, typer.Option(help="How gradients are compressed.")] = "micro(density=0.01)",
+    codec: Annotated[
+        str, typer.Option(help="How gradients are compressed.")
+    ] = "micro(density=Warmup(0.01, steps=40))",
     rate: Annotated[str, typer.Option(help="Rate of the link between the two machines.")] = "100mbit",
     steps: Annotated[int, typer.Option(help="Training steps of each run.", min=WARM_UP + 2)] = 60,
     data: Annotated[

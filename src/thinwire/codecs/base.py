@@ -77,8 +77,9 @@ class Gather:
 class Sum:
     """Ask for the sum of `values` over all ranks (the mean if `average`), in place. The answer is the same tensor.
 
-    `finite=False` makes the step void on all ranks. It travels in the tail, so it needs `tail=True`; without a tail the
-    engine tests the result itself.
+    With `tail=True` the last `group.tail` elements of float32 values are the engine's; beside other values it sends a tail of
+    its own. `finite=False` makes the step void on all ranks. It travels in the tail of float32 values; without one the engine
+    tests the result itself.
     """
 
     values: Tensor
@@ -94,7 +95,7 @@ Steps: TypeAlias = Generator[Request, Any, None]
 
 @dataclass
 class CodecState:
-    """What one rank remembers of one group between steps; `saved` names the fields that a checkpoint keeps.
+    """What one rank remembers of one group between steps.
 
     The engine sets `step`, `outgoing` (uint8, exactly as long as a message may be in this step) before each exchange.
     """
@@ -106,6 +107,16 @@ class CodecState:
     outgoing: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     saved: ClassVar[tuple[str, ...]] = ()
+    """The fields that a checkpoint keeps."""
+    elementwise: ClassVar[tuple[str, ...]] = ()
+    """Those of them that are flat tensors with a value for each element of the group. Where ranks change: their mean."""
+    agreed: ClassVar[tuple[str, ...]] = ()
+    """Those that must be equal on all ranks, because what they send each other follows from them."""
+    common: ClassVar[tuple[str, ...]] = ()
+    """Those that are equal on all ranks and mean the same for any number of them: kept where ranks change."""
+
+    def check(self) -> None:
+        """Raise a ValueError if the saved fields, which come from a file, hold what no run can have left in them."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class DGCState(SparseState):
     """How often the threshold was lowered in the last step."""
 
     saved: ClassVar[tuple[str, ...]] = ("velocity",)
+    elementwise: ClassVar[tuple[str, ...]] = ("velocity",)
 
 
 @dataclass(frozen=True)

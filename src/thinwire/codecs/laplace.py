@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .base import CodecState, Estimate, GroupInfo
-from .sparse import SparseCodec, SparseState
+from .sparse import VALUE_CODINGS, SparseCodec, SparseState
 
 
 def _cold() -> NDArray[np.float64]:
-    return np.zeros(4)
+    return np.zeros(5)
 
 
 @dataclass
@@ -28,16 +28,22 @@ class LaplaceState(SparseState):
 
     saved: ClassVar[tuple[str, ...]] = ("warm",)
 
+    def check(self) -> None:
+        threshold, tail, k = self.warm[:3]
+        if not bool(np.isfinite(self.warm).all()) or min(threshold, tail, k) < 0 or (tail > 0 and k < 1):
+            raise ValueError(f"no search leaves {self.warm.tolist()}")
+
 
 @dataclass(frozen=True)
 class LaplaceTopK(SparseCodec):
     """About `density` of the elements, the largest by magnitude; `exact=True` gives exactly the top-k.
 
     At a cold start the threshold comes from a zero-mean Laplacian fit, b * ln(1/density) with b the mean magnitude, and is
-    corrected by a bracketed search along the tail's own slope. Afterwards the last threshold is the first guess, and
-    candidates are collected in the pass that accumulates. Without `exact` the count may miss by `tolerance`.
+    corrected by a bracketed search along the tail's own slope. Afterwards the last threshold is the first guess, and what lies
+    above it is taken in the pass that accumulates. Without `exact` the count may miss by `tolerance`.
 
-    Bytes: as TopK.  Memory passes: one when warm, and the cache lines of what is taken.
+    Bytes: as TopK.  Memory passes: one when warm; with `exact`, and when the threshold moves fast, the cache lines of what is
+    taken.
     """
 
     tolerance: float = 0.2
@@ -61,18 +67,20 @@ class LaplaceTopK(SparseCodec):
         if k == 0:
             return True, state.indices[:0], state.values[:0]
         state.room(min(residual.numel(), 8 * k + 64))
+        warm = state.warm.tolist()
         picked = laplace_search.accumulate_pick(
             residual.numpy(),
             gradient.numpy(),
             k,
-            laplace_search.Warm(*state.warm)._replace(k=int(state.warm[2])),
+            laplace_search.Warm(warm[0], warm[1], int(warm[2]), warm[3], bool(warm[4])),
             state.indices,
             state.values,
             self.tolerance,
             self.exact,
+            int(VALUE_CODINGS[self.values]),
         )
         state.coming[:] = picked.warm
-        state.passes = picked.passes
+        state.passes, state.rounded = picked.passes, picked.rounded
         return picked.finite, state.indices[: picked.taken], state.values[: picked.taken]
 
     def commit(self, states: Sequence[CodecState]) -> None:

@@ -58,6 +58,12 @@ class LowRankState(CodecState):
     sent: bool = False
 
     saved: ClassVar[tuple[str, ...]] = ("basis",)
+    agreed: ClassVar[tuple[str, ...]] = ("basis",)
+    common: ClassVar[tuple[str, ...]] = ("basis",)
+
+    def check(self) -> None:
+        if not bool(torch.isfinite(self.basis).all()):
+            raise ValueError("the basis holds a value that is not finite")
 
 
 @dataclass(frozen=True)

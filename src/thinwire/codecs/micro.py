@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import messages
+from ..errors import MessageCount
 from ..messages import HEADER_BYTES, Flag, ValueCoding, read_header
 from .base import Codec, CodecState, Estimate, Gather, GroupInfo, Message, Steps, Sum
 from .schedule import Warmup, check_density
@@ -53,6 +54,19 @@ class MicroState(CodecState):
     imbalance: float = 1.0
 
     saved: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "borders", "weights", "usual", "steps")
+    agreed: ClassVar[tuple[str, ...]] = saved
+    common: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "weights", "usual", "steps")
+
+    def check(self) -> None:
+        ends = int(self.borders[0]), int(self.borders[-1])
+        if ends != (0, self.group.elements) or bool((np.diff(self.borders) < 0).any()):
+            raise ValueError(f"borders must ascend from 0 to {self.group.elements}, but are {self.borders.tolist()}")
+        for name in ("thresholds", "floors", "weights"):
+            values = getattr(self, name)
+            if not bool((np.isfinite(values) & (values >= 0)).all()):
+                raise ValueError(f"{name} must be finite and not negative")
+        if not 0.0 <= self.usual < math.inf or self.steps < 0:
+            raise ValueError(f"usual and steps must be finite and not negative, not {self.usual} and {self.steps}")
 
 
 @dataclass(frozen=True)
@@ -70,9 +84,9 @@ class MiCRO(Codec):
     threshold   global: one for all groups, as the paper; layer: one for each tensor, each held at the density
     balance     move the borders of the partitions so that all ranks select alike (the aim of ExDyna), and let no rank send
                 more than 1.12 times the usual share: the gathered messages are padded to the longest
-    values      how values are summed: fp32, or fp16 / bf16, whose rounding stays in the residual
+    values      how values are summed: bf16 or fp16, whose rounding stays in the residual, or fp32, as the paper
 
-    Bytes: an index takes log2(1/density) + 1.5 bits, gathered, a value 4 bytes, all-reduced.  Memory passes: accumulate
+    Bytes: an index takes log2(1/density) + 1.5 bits, gathered, a value 2 bytes, all-reduced.  Memory passes: accumulate
     with selection in 1/n of it, the cache lines of what is taken, and one write pass for the result.
     """
 
@@ -80,15 +94,12 @@ class MiCRO(Codec):
     controller: str = "proportional"
     start_from: str = "quantile"
     threshold: str = "global"
-    balance: bool = False
-    values: str = "fp32"
+    balance: bool = True
+    values: str = "bf16"
 
     rounds: ClassVar[int] = 2
+    rides: ClassVar[bool] = True
     adjustable: ClassVar[tuple[str, ...]] = ("density",)
-
-    @property
-    def rides(self) -> bool:  # type: ignore[override]
-        return self.values == "fp32"
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -151,7 +162,7 @@ class MiCRO(Codec):
         return [(0, state.group.elements)]
 
     def _sparse(self, gradient: Tensor, residual: Tensor, state: MicroState) -> Steps:
-        from ..kernels.cpu import basic, sliced
+        from ..kernels.cpu import basic, coding, sliced
 
         flat, step, world = residual.numpy(), state.step, state.world
         part = (step + state.rank) % world
@@ -177,16 +188,17 @@ class MiCRO(Codec):
         answers = yield Gather(Message(packed.size))
         self._read(answers, state)
         support, values = state.support[: state.count], state.taken[: state.count]
-        basic.take(flat, support, values)
         total = self._sum_buffer(state)
         if self.values == "fp32":
+            basic.take(flat, support, values)
             total[: state.count] = torch.from_numpy(values)
-            yield Sum(total, tail=True)
         else:
-            total.copy_(torch.from_numpy(self._round(flat, support, values, world)))
-            yield Sum(total)
-        result = total[: state.count].numpy() if self.values == "fp32" else total.float().numpy()
-        basic.write_at(gradient.numpy(), support, result, 1.0 / world if self.values == "fp32" else 1.0)
+            # Clipped so that the sum of all ranks fits: an overflow would make this step void, and the next, and the next.
+            limit = 0.99 * torch.finfo(total.dtype).max / world
+            words = total.view(torch.int16).numpy().view(np.uint16)
+            coding.take_rounded(flat, support, int(VALUE_CODINGS[self.values]), limit, words, values)
+        yield Sum(total, tail=True)
+        basic.write_at(gradient.numpy(), support, total[: state.count].float().numpy(), 1.0 / world)
 
     def _thresholds(self, state: MicroState) -> NDArray[np.float32]:
         if self._share >= 1.0:
@@ -210,6 +222,13 @@ class MiCRO(Codec):
         """Join the selections of all ranks, by partition, so that indices ascend."""
         world, step = state.world, state.step
         headers = [read_header(answer.numpy()) for answer in answers]
+        for rank, header in enumerate(headers):  # before room is made for them
+            part = (step + rank) % world
+            size = int(state.borders[part + 1] - state.borders[part])
+            if header.entries > size:
+                raise MessageCount(
+                    f"entries: found {header.entries} from rank {rank}, its partition has {size} elements"
+                )
         total = sum(header.entries for header in headers)
         if total > state.support.size or state.support.size > 4 * max(total, 1024):
             state.support = np.empty(total + total // 4, np.int32)
@@ -242,25 +261,10 @@ class MiCRO(Codec):
 
     def _sum_buffer(self, state: MicroState) -> Tensor:
         tail = state.group.tail if self.values == "fp32" else 0
-        if state.buffer.numel() < state.count + tail:
-            state.buffer = torch.zeros((state.count + tail) * 5 // 4, dtype=_DTYPES[self.values])
+        dtype = _DTYPES[self.values]
+        if state.buffer.numel() < state.count + tail or state.buffer.dtype != dtype:
+            state.buffer = torch.zeros((state.count + tail) * 5 // 4, dtype=dtype)
         return state.buffer[: state.count + tail]
-
-    def _round(
-        self, flat: NDArray[np.float32], support: NDArray[np.int32], values: NDArray[np.float32], world: int
-    ) -> NDArray[np.float32]:
-        """What travels of `values` in 16 bits: a world-th, rounded; the rounding goes back into the residual.
-
-        Clipped so that the sum of all ranks fits: an overflow would make this step void, and the next, and the next.
-        """
-        from ..kernels.cpu import basic
-
-        sent = np.empty_like(values)
-        limit = np.float32(0.99 * torch.finfo(_DTYPES[self.values]).max / world)
-        messages.rounded(np.clip(values / np.float32(world), -limit, limit), VALUE_CODINGS[self.values], sent)
-        basic.put_back(flat, support, values - sent * np.float32(world))
-        np.multiply(sent, np.float32(world), out=values)
-        return sent
 
     def undo(self, residual: Tensor, state: CodecState) -> None:
         from ..kernels.cpu import basic
@@ -372,7 +376,7 @@ class MiCRO(Codec):
         values = VALUE_CODINGS[self.values].bytes
         return Estimate(
             gathered=messages.expected(part, -(-k // world), ValueCoding.NONE),
-            summed=values * k + (4 * group.tail if self.values == "fp32" else 0),
+            summed=values * k + 4 * (group.tail if self.values == "fp32" else group.tail - 1),
             passes=1.2 + 0.8 / world + 0.6,
         )
 

@@ -122,5 +122,5 @@ def _schedule(text: str, name: str, call: ast.Call) -> Warmup:
     try:
         words = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         return Warmup(*(ast.literal_eval(value) for value in call.args), **words)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise CodecTextError(f"{text!r}: {error}") from error

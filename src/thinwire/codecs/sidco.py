@@ -17,6 +17,7 @@ from .sparse import SparseCodec, SparseState
 FIRST_RATIO = 0.25
 PERIOD = 5
 TOO_MANY, TOO_FEW = 1.2, 0.8
+MOST_STAGES = 1100  # for the smallest density that a float can be
 
 
 @dataclass
@@ -32,6 +33,10 @@ class SIDCoState(SparseState):
     """In this step; counted in `achieved` when it counts."""
 
     saved: ClassVar[tuple[str, ...]] = ("stages", "upward", "steps", "achieved")
+
+    def check(self) -> None:
+        if not (1 <= self.stages <= MOST_STAGES and 0 <= self.steps < PERIOD and self.achieved >= 0):
+            raise ValueError(f"no run leaves {self.stages} stages, {self.steps} steps and {self.achieved} elements")
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ class SparseState(CodecState):
     indices: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     values: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     sent: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    rounded: bool = False
+    """Whether `pick` gave values as their coding sends them, and left the rounding in the residual."""
 
     def room(self, entries: int) -> None:
         """Let `indices` and `values` hold that many entries; grows rarely, and never shrinks."""
@@ -89,12 +91,13 @@ class SparseCodec(GatheredCodec):
 
         assert isinstance(state, SparseState)
         coding = VALUE_CODINGS[self.values]
+        state.rounded = False
         finite, indices, values = self.pick(gradient, residual, state)
         flat = residual.numpy()
         packed = messages.pack(
             indices, values, residual.numel(), state.outgoing.numpy(), coding, rotation=state.step, finite=finite
         )
-        if coding != ValueCoding.FP32:
+        if coding != ValueCoding.FP32 and not state.rounded:
             sent = state.sent_room(values.size)
             messages.rounded(values, coding, sent)
             np.subtract(values, sent, out=sent)

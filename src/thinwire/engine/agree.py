@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..codecs import Codec
 from ..errors import AttachError, ThinwireError
 from ..version import __version__
+from . import words
 from .method import Method
 
 
@@ -23,8 +24,7 @@ def agree(group: dist.ProcessGroup | None, facts: Mapping[str, Any], error: str 
     mine = (
         {"version": __version__, "world": dist.get_world_size(group), **facts} if error is None else {"error": error}
     )
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = words.gather(mine, group)
     if error is not None:
         raise AttachError(error)
     for rank, theirs in enumerate(everyone):
@@ -40,9 +40,13 @@ def _difference(key: str, first: Any, other: Any, rank: int) -> str:
     if isinstance(first, list) and isinstance(other, list):
         for a, b in zip(first, other, strict=False):
             if a != b:
-                return f"{key}: rank 0 has {a}, rank {rank} has {b}"
+                return f"{key}: rank 0 has {_show(a)}, rank {rank} has {_show(b)}"
         return f"{key}: rank 0 has {len(first)}, rank {rank} has {len(other)}"
     return f"{key}: rank 0 has {first!r}, rank {rank} has {other!r}"
+
+
+def _show(value: Any) -> str:
+    return ", ".join(f"{key} {part!r}" for key, part in value.items()) if isinstance(value, dict) else str(value)
 
 
 def problem_of(error: Exception) -> str:

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs import Codec
-from ..errors import AttachError, ExchangeError, WireClosed
+from ..errors import AttachError, ExchangeError
 from ..planner.plan import Plan
-from ..schemes.world import Collective, LocalWorld, TorchWorld, ranks_per_node
+from ..schemes.world import LocalWorld, TorchWorld, ranks_per_node
 from .agree import agree, compile_kernels, problem_of
 from .layout import Exclude, Layout, TensorInfo, describe, excluded
 from .method import Method
-from .runner import SLICE_SECONDS
 from .wire import Wire
 
 GROUP_BYTES = 16 << 20
@@ -57,7 +56,9 @@ class Exchange(Wire):
             size, nodes = dist.get_world_size(process_group), ranks_per_node(process_group)
         try:
             method = Method.of(codec, chain)
-            tensors = [describe(name, tensor) for name, tensor in dict(named_tensors).items()]
+            named_tensors = dict(named_tensors)
+            _check_devices(named_tensors)
+            tensors = [describe(name, tensor) for name, tensor in named_tensors.items()]
             _check(tensors)
             method.check(tensors, size, nodes[0])
             layout = method.layout(_buckets(tensors, group_bytes), exclude, min_elements)
@@ -113,6 +114,7 @@ class Exchange(Wire):
         assert self.runner is not None
         if not self._waiting.left:
             self._waiting = _Waiting(len(self._names))
+            self._look_at_scale()
         self.runner.submit((name,), [tensor.detach().view(-1) for tensor in tensors], self._waiting.done)
 
     def end(self) -> None:
@@ -131,23 +133,6 @@ class Exchange(Wire):
         if waiting.error is not None:
             raise waiting.error
 
-    def average_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace one tensor of each rank in this process by its plain mean, outside of any step. Every rank calls it alike."""
-        if self.error is not None:
-            raise WireClosed(f"this wire is closed: {self.error}") from self.error
-        woken = threading.Event()
-        pending = self.world.issue(0, [Collective("average", tensor) for tensor in tensors], woken.set)
-        try:
-            while not pending.done():
-                woken.wait(SLICE_SECONDS)
-            pending.check()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, RuntimeError):
-                place = f"all-reduce (average) outside of steps, rank {self.world.members[0]}"
-                raise ExchangeError(f"{place}: {error}") from error
-            raise
-
 
 class _Waiting:
     """The tensors of one step that have no mean yet."""
@@ -162,6 +147,12 @@ class _Waiting:
         self.error = self.error or error
         if self.left == 0 or error is not None:
             self.finished.set()
+
+
+def _check_devices(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu":
+            raise AttachError(f"{name!r} is on {tensor.device}: only CPU tensors are supported yet")
 
 
 def _check(tensors: Sequence[TensorInfo]) -> None:

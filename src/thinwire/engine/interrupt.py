@@ -16,6 +16,9 @@ from typing import Protocol
 
 
 class Interruptible(Protocol):
+    @property
+    def waiting(self) -> bool: ...
+
     def interrupt(self) -> None: ...
 
 
@@ -46,5 +49,6 @@ def _serve(reader: socket.socket, writer: socket.socket, previous: int) -> None:
                 os.write(previous, numbers)
         # A handler of the user's own may want the step to go on; the default one wants to get out.
         if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            for target in list(_watched):
+            # Chosen first: to end one takes time, in which the main thread may have begun with another.
+            for target in [target for target in list(_watched) if target.waiting]:
                 target.interrupt()

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..codecs import Codec, CodecState
 from ..feedback import ResidualStore
 from ..kernels.finite import all_finite
+from ..log import logger
 from ..schemes.chain import Chain
 from ..schemes.conversation import Conversation, make_room
 from ..schemes.world import Collective, Place, Scope
@@ -40,6 +41,8 @@ class GroupRun(Conversation):
         )
         super().__init__(info, now, state, capacity, place.size, place.rank)
         self.traffic: dict[Scope, float] = {}
+        self.excess: Tensor | None = None
+        """What of this step's mean does not fit the dtype of its bucket."""
         self.carry: Tensor | None = None
         """What an earlier chain left over, to be added to the next gradient of a step that counts."""
 
@@ -125,8 +128,14 @@ class Member:
         ranks_per_node: int | None = None,
         protected: bool = False,
         tests_results: bool = False,
+        saturates: bool = False,
     ) -> None:
         self.rank, self.world = rank, world
+        self.saturates = saturates
+        """Whether a mean that does not fit its bucket is cut, and the rest kept, instead of making the step void.
+
+        Without a scaler, which would halve its scale, the same mean would come again, and every step would be void.
+        """
         place = Place(rank, world, ranks_per_node)
         self.step = 0
         self.settings: dict[str, float] = {}
@@ -149,6 +158,7 @@ class Member:
             )
         }
         self._unused: list[_Unused] = []
+        self._told = False
 
     # -- one group -----------------------------------------------------------------------------------------------------
 
@@ -160,6 +170,7 @@ class Member:
         Parameters named in `unused` had no gradient on this rank; see `epilogue`.
         """
         run, residuals = self.groups[index], self.residuals.of(index)
+        run.excess = None
         self._remember_unused(run, index, unused)
         self.residuals.begin(index)
         scaled = (run.codec.keeps_residual or run.carry is not None) and self.scale != 1.0
@@ -175,6 +186,14 @@ class Member:
         if finite and scaled:
             gradient.mul_(self.scale)
         if finite and self.tests_results and gradient.dtype == torch.float32:
+            if self.saturates and (residuals or run.carry is not None):
+                run.excess = _saturate(gradient, run.group.dtype)
+                if run.excess is not None and not self._told and self.rank == 0:
+                    self._told = True
+                    logger.warning(
+                        "a mean in %s is larger than %s holds: it is cut, and the rest stays in the residuals; a GradScaler, "
+                        "clipping or float32 parameters avoid it", run.info.name, run.group.dtype,
+                    )  # fmt: skip
             finite = self._fits(gradient, run.group.dtype, scaled)
         if not finite:
             self.off = True
@@ -224,6 +243,8 @@ class Member:
                 if run.carry is not None:
                     run.carry = None
                     self.residuals.protect(index, everything=False)
+                if run.excess is not None:
+                    self._keep(index, run.excess)
             for (codec, _), states in by_codec.items():
                 if states:
                     codec.commit(states)
@@ -253,6 +274,16 @@ class Member:
         """Whether something of an earlier chain waits for the next gradient."""
         return any(run.carry is not None for run in self.groups)
 
+    def left(self) -> dict[str, Tensor]:
+        """What this rank has not sent yet, by name, shaped like the parameters; the sum over ranks is what is still to come."""
+        left = dict(self.residuals.named())
+        for run in self.groups:
+            for p in run.info.parameters if run.carry is not None else ():
+                assert run.carry is not None
+                waiting = run.carry[p.offset : p.offset + p.elements].view(p.shape)
+                left[p.name] = left[p.name] + waiting if p.name in left else waiting
+        return left
+
     def fold(self, left: Mapping[str, Tensor]) -> None:
         """Take over what other chains have not sent, by name, shaped like the parameters.
 
@@ -267,11 +298,16 @@ class Member:
             for parameter in known:
                 stop = parameter.offset + parameter.elements
                 carry[parameter.offset : stop] = left[parameter.name].reshape(-1)
-            if run.holdings and (run.chain is None or run.chain.folds):
-                self.residuals.of(index)[0].add_(carry)
-            else:
-                run.carry = carry
-                self.residuals.protect(index, everything=True)
+            self._keep(index, carry)
+
+    def _keep(self, index: int, left: Tensor) -> None:
+        """Add something, flat [elements], to what this rank has not sent yet of a group."""
+        run = self.groups[index]
+        if run.holdings and (run.chain is None or run.chain.folds):
+            self.residuals.of(index)[0].add_(left)
+        else:
+            run.carry = left
+            self.residuals.protect(index, everything=True)
 
     @property
     def bytes(self) -> int:
@@ -287,3 +323,17 @@ class Member:
                     elif isinstance(value, np.ndarray):
                         total += value.nbytes
         return total
+
+
+def _saturate(mean: Tensor, dtype: str) -> Tensor | None:
+    """Cut a float32 mean, the same on all ranks, to what a 16-bit dtype holds; what was cut off, if anything was."""
+    if dtype not in ("float16", "bfloat16"):
+        return None
+    largest = torch.finfo(getattr(torch, dtype)).max
+    low, high = torch.aminmax(mean) if mean.numel() else (mean.new_zeros(()), mean.new_zeros(()))
+    if max(-float(low), float(high)) <= largest:
+        return None
+    cut = mean.clamp(-largest, largest)
+    excess = mean - cut
+    mean.copy_(cut)
+    return excess

@@ -69,6 +69,11 @@ class Method:
         return "plan: " + ", ".join(f"{text} x{count}" if count > 1 else text for text, count in counts.items())
 
     @property
+    def full(self) -> str:
+        """The text of its codec and chain, or of its plan."""
+        return f"{self} via {self.chain}" if self.chain else str(self)
+
+    @property
     def codec(self) -> str:
         """The text of its codec; "plan" where it has several."""
         return str(self.parts[0].codec) if self.plan is None else "plan"

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..errors import ExchangeError, WireClosed
-from ..schemes.world import World
+from ..schemes.world import TorchWorld, World
 from .assembly import Assembly, Bucket
 from .layout import Layout
 from .member import Member
+from .outset import compare
 from .pipeline import Feed, Pipeline, Timing
 from .stats import Statistics
 
@@ -51,6 +52,7 @@ class Runner:
         protected: bool = False,
         tests_results: bool = False,
         tracks_unused: bool = False,
+        saturates: bool = False,
     ) -> None:
         self.world, self.layout = world, layout
         self.members = [
@@ -61,6 +63,7 @@ class Runner:
                 ranks_per_node=world.ranks_per_node,
                 protected=protected,
                 tests_results=tests_results,
+                saturates=saturates,
             )
             for rank in world.members
         ]
@@ -79,6 +82,7 @@ class Runner:
         self._lock = threading.Lock()
         self._open: list[_Arrival] = []
         self._thread: threading.Thread | None = None
+        self._compared = not isinstance(world, TorchWorld)
 
     def start_thread(self) -> None:
         """From now on exchanges run in a thread of their own."""
@@ -99,6 +103,8 @@ class Runner:
     ) -> None:
         """A bucket is ready: exchange it. `done` is called once, with None or an error, when the buffers hold the means."""
         arrival = _Arrival(names, buffers, unused or [()] * len(buffers), done)
+        if not self._compared and self.error is None:
+            self._compare()
         with self._lock:
             if self.error is not None:
                 raise WireClosed(f"this wire is closed: {self.error}") from self.error
@@ -106,6 +112,15 @@ class Runner:
         self._inbox.put(arrival)
         if self._thread is None:
             self.work()
+
+    def _compare(self) -> None:
+        self._compared = True
+        assert isinstance(self.world, TorchWorld)
+        try:
+            compare(self.world, self.layout, self.members[0])
+        except BaseException as error:
+            self.close(error)
+            raise
 
     def work(self, patience: float = 0.0) -> None:
         """Wait up to `patience` seconds for an event, then do all that can be done without waiting."""

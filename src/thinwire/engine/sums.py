@@ -22,16 +22,23 @@ from .runner import SLICE_SECONDS
 
 
 class Sums(Exchange):
-    """Replaces named tensors by their means over ranks. Every rank must `begin` them in the same order, whichever it is."""
+    """Replaces named tensors by their means over ranks. Every rank must `begin` them in the same order, whichever it is.
+
+    The tensor `apart` has connections of its own: it does not wait until those that were begun before it have arrived.
+    """
 
     def __init__(
         self,
         named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         process_group: dist.ProcessGroup | LocalWorld | None = None,
         *,
+        apart: str | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__(named_tensors, "dense", process_group, group_bytes=0, timeout=timeout)
+        self._apart = apart
+        if apart is not None:
+            self.world.prepare([(1, "flat")])
         self._woken = threading.Event()
         self._flying: dict[str, tuple[Pending, Collective, float]] = {}
 
@@ -40,7 +47,7 @@ class Sums(Exchange):
             raise WireClosed(f"this wire is closed: {self.error}") from self.error
         parts = [Collective("average", tensor.detach().view(-1)) for tensor in tensors]
         try:
-            pending = self.world.issue(0, parts, self._woken.set)
+            pending = self.world.issue(int(name == self._apart), parts, self._woken.set)
         except RuntimeError as error:
             raise self._failed(name, parts[0], error) from error
         self._flying[name] = (pending, parts[0], perf_counter())

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..codecs import Codec
-from ..errors import AttachError, ChainError, ExchangeError, StateError, ThinwireError
+from ..errors import AttachError, ChainError, ExchangeError, ThinwireError
 from ..kernels.finite import all_finite
 from ..log import logger
 from ..planner.plan import Plan
 from ..schemes import tree
 from ..schemes.world import Place, TorchWorld, World
-from . import interrupt, state
+from . import interrupt, words
 from .agree import agree
+from .checkpoint import Checkpoint
 from .layout import Exclude, Layout, TensorInfo
 from .method import Method
 from .runner import Runner
 
 
-class Wire:
+class Wire(Checkpoint):
     """Base of `Exchange` and of what `attach` returns. Until its layout is frozen there is no runner."""
 
     def __init__(
@@ -44,9 +45,12 @@ class Wire:
         self.runner: Runner | None = None
         self.settings: dict[str, float] = {}
         self.dense_steps = 0
+        self._partition = None
         self._protected, self._tracks_unused = protected, tracks_unused
         self._guarded = False
+        self._scaler: GradScaler | None = None
         self._direct_steps = self._direct_skipped = self._direct_void = 0
+        self._went_direct = False
         self._lock = threading.Lock()
         self._finalizer: weakref.finalize[..., Any] | None = None
         interrupt.watch(self)
@@ -74,6 +78,7 @@ class Wire:
             protected=self._protected,
             tests_results=self._guarded or self._protected,
             tracks_unused=self._tracks_unused,
+            saturates=self._scaler is None,
         )
         for member in runner.members:
             member.adjust(self.settings)
@@ -120,13 +125,7 @@ class Wire:
         self.world.prepare(layout.places(self._place()))
         runner = self._make(layout)
         for member, before in zip(runner.members, old.members, strict=True):
-            left = dict(before.residuals.named())
-            for run in before.groups:
-                for p in run.info.parameters if run.carry is not None else ():
-                    assert run.carry is not None
-                    waiting = run.carry[p.offset : p.offset + p.elements].view(p.shape)
-                    left[p.name] = left[p.name] + waiting if p.name in left else waiting
-            member.fold(left)
+            member.fold(before.left())
             member.skipped, member.scale = before.skipped, before.scale
             member.begin(before.step)
         runner.statistics.skipped = old.statistics.skipped
@@ -135,10 +134,22 @@ class Wire:
     def _place(self) -> Place:
         return Place(self.world.members[0], self.world.size, self.world.ranks_per_node)
 
+    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
+        return self.method.layout(buckets, self._exclude, self._min_elements)
+
+    def _buckets_of(self, runner: Runner) -> Sequence[Sequence[TensorInfo]]:
+        """How the tensors come that this runner exchanges."""
+        return runner.layout.buckets()
+
     def _check_nodes(self, method: Method) -> None:
         for chain in method.chains:
             if tree.parse(chain).hierarchical and self.world.ranks_per_node is None:
                 raise ChainError(f"{chain!r} needs nodes: {self.world.why}")
+
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody waits for a result."""
+        return self.runner is not None and self.runner.busy
 
     def interrupt(self) -> None:
         if self.runner is not None:
@@ -194,9 +205,9 @@ class Wire:
     @property
     def skipped_last_step(self) -> bool:
         """Whether the last step was void on all ranks, because a gradient was not finite somewhere."""
-        if self.runner is not None and self.runner.statistics.steps:
-            return self.runner.members[0].last_off
-        return 0 < self._direct_steps == self._direct_void
+        if self._went_direct:
+            return self._direct_steps == self._direct_void
+        return self.runner is not None and self.runner.members[0].last_off
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank, means over steps: bytes it hands to collectives, seconds by phase, density, residual norm."""
@@ -222,11 +233,40 @@ class Wire:
         """`stats()` of every rank, in rank order. A collective. The rank with the least `wire_seconds` is the straggler."""
         if not isinstance(self.world, TorchWorld):
             return [self.stats()]
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, self.stats(), group=self.world.parent)
-        return everyone
+        return words.gather(self.stats(), self.world.parent)
 
-    # -- non-finite values ---------------------------------------------------------------------------------------------
+    # -- mixed precision and non-finite values -------------------------------------------------------------------------
+
+    def scaled_by(self, scaler: GradScaler) -> None:
+        """Gradients are multiplied by this scaler's scale. A collective, to be called on every rank before a step.
+
+        The same as `attach(..., scaler=scaler)`, for a scaler that is made later: residuals are then kept unscaled, and are
+        as before, bit for bit, after a step that the scaler skips.
+        """
+        problem = None
+        if not isinstance(scaler, GradScaler):
+            problem = f"scaled_by needs a torch.amp.GradScaler, not {type(scaler).__name__}"
+        elif self.runner is not None and self.runner.busy:
+            problem = "an exchange is under way: name the scaler between two steps"
+        if isinstance(self.world, TorchWorld):
+            agree(self.world.parent, {"scaler": problem is None and scaler.is_enabled()}, problem)
+        elif problem is not None:
+            raise AttachError(problem)
+        if not scaler.is_enabled():
+            return  # it does not skip a step that is not finite
+        self._scaler, self._protected = scaler, True
+        if self.runner is not None:
+            for member in self.runner.members:
+                member.tests_results, member.saturates = True, False
+                member.residuals.protected = True
+                for index in range(len(member.groups)):
+                    member.residuals.protect(index, everything=True)
+
+    def _look_at_scale(self) -> None:
+        """A step begins: by how much are its gradients too large?"""
+        if self._scaler is not None and self.runner is not None:
+            for member in self.runner.members:
+                member.scale = float(self._scaler.get_scale())
 
     def guard(self, optimizer: Optimizer) -> None:
         """Make `optimizer.step()` do nothing, on all ranks, after a step in which a gradient was not finite.
@@ -248,10 +288,10 @@ class Wire:
 
         optimizer.register_step_pre_hook(drop)
 
-    def _begin_direct(self) -> int:
-        """A step begins whose means go straight to the optimizer, dense; its number."""
+    def _begin_direct(self) -> None:
+        """A step begins whose means go straight to the optimizer, dense."""
         self._direct_steps += 1
-        return self._direct_steps
+        self._went_direct = True
 
     def _inspect_direct(self, result: Tensor, step: int) -> None:
         """Look at a dense mean, where anybody skips a step that is not finite. It is the same on all ranks."""
@@ -260,57 +300,3 @@ class Wire:
             with self._lock:
                 self._direct_skipped += self._direct_void != step
                 self._direct_void = step
-
-    # -- saved state ---------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Residuals, what codecs remember, step and layout, of this rank. Local, never a collective; save it on every rank."""
-        result: dict[str, Any] = {}
-        for rank in self.world.members:
-            result |= state.save(
-                self.runner,
-                rank=rank,
-                world=self.world.size,
-                method=self.method,
-                settings=self.settings,
-            )
-            if self.runner is None:
-                layout = self._layout([[tensor] for tensor in self.tensors])
-                result |= state.blank(layout, rank=rank, world=self.world.size)
-        return result
-
-    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
-        """How this wire would cut these buckets."""
-        return self.method.layout(buckets, self._exclude, self._min_elements)
-
-    def _buckets_of(self, runner: Runner) -> Sequence[Sequence[TensorInfo]]:
-        """How the tensors come that this runner exchanges."""
-        return runner.layout.buckets()
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where `state_dict()` was taken, with the same bits. Local; refuses what does not fit, changing nothing."""
-        metas = [
-            state.read_meta(
-                saved,
-                rank=rank,
-                world=self.world.size,
-                method=self.method,
-                tensors=self.tensors,
-            )
-            for rank in self.world.members
-        ]
-        if any(meta.layout != metas[0].layout for meta in metas):
-            raise StateError("the ranks of this state have different layouts")
-        layout = metas[0].layout
-        if layout is None:
-            if self.runner is not None and any(member.step for member in self.runner.members):
-                raise StateError(
-                    "the state was saved before the layout was frozen; this wire has already begun to compress"
-                )
-            self.settings = dict(metas[0].settings)
-            return
-        candidate = self._make(layout)
-        for meta in metas:
-            state.restore(candidate, saved, meta)
-        self.settings = dict(metas[0].settings)
-        self._use(candidate)

@@ -19,12 +19,14 @@ from ..engine.agree import agree, compile_kernels, problem_of
 from ..engine.layout import Exclude, TensorInfo, describe, excluded, kinds_of
 from ..engine.method import Method
 from ..engine.runner import Runner, explain
+from ..engine.state import Meta
 from ..engine.wire import Wire
 from ..errors import AttachError, ExchangeError, WireClosed
 from ..log import logger, set_up
 from ..planner.plan import Plan
 from ..schemes import tree
 from ..schemes.world import TorchWorld, ranks_per_node
+from .dense import DensePath
 
 _wires: "weakref.WeakKeyDictionary[DistributedDataParallel, DDPWire]" = weakref.WeakKeyDictionary()
 
@@ -160,7 +162,7 @@ class DDPWire(Wire):
             protected=scaler is not None,
             tracks_unused=tracks_unused,
         )
-        self._torch_world = world
+        self._module = weakref.ref(module)
         self._scaler = scaler
         named = parameters_of(module)
         self._names = {id(p): name for name, p in named.items()}
@@ -177,7 +179,10 @@ class DDPWire(Wire):
         if module._has_rebuilt_buckets or (module.find_unused_parameters and not module.static_graph):
             self._steps_until_final = 0
         self._closed: BaseException | None = None
-        self._flying: list[_Flight] = []
+        self._dense = DensePath(world, self._inspect_direct, self._fail)
+        self._held: list[tuple[tuple[str, ...], Tensor, Future[Any]]] = []
+        self._own_steps = 0
+        self._matches = True
 
     def announce(self) -> None:
         """Say once, on rank 0, what is compressed and how."""
@@ -214,63 +219,66 @@ class DDPWire(Wire):
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         # A hook that raises leaves DDP in pieces: it must be told through the future.
         try:
+            self._check_join()
             return self._exchange(bucket)
         except Exception as error:
             failed = Future[Any]()
             failed.set_result(error)
             return failed.then(_unwrap)
 
+    def _check_join(self) -> None:
+        module = self._module()
+        if module is not None and module._join_config.enable and not module._divide_by_initial_world_size:
+            raise ExchangeError(
+                "join(divide_by_initial_world_size=False) is not possible with a communication hook, which DDP does not tell "
+                "how many ranks have not joined: leave it at True"
+            )
+
     def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
         if self.error is not None:
             raise WireClosed(f"this wire is closed: {self.error}") from self.error
-        buffer = bucket.buffer()
-        if self.runner is None or (self.direct and not self.runner.members[0].carries):
-            future = self._direct(bucket.index(), buffer)
-            self._note(bucket)
-            if bucket.is_last():
-                self._dense_step_ends()
-            return future
         names = self._note(bucket)
-        if bucket.index() == 0 and self._scaler is not None:
-            self.runner.members[0].scale = float(self._scaler.get_scale())
+        if self.runner is not None and self.direct and not self.runner.members[0].carries:
+            self.dense_steps += bucket.is_last()
+            return self._reduce(bucket, names)
+        if self.runner is None:
+            if self._dense_enough and not self.direct:
+                return self._hold(bucket, names)
+            future = self._reduce(bucket, names)
+            if bucket.is_last():
+                self._record()
+            return future
+        return self._submit(names, bucket.buffer(), bucket.index() == 0, bucket.is_last())
+
+    def _submit(self, names: tuple[str, ...], buffer: Tensor, first: bool, last: bool) -> Future[Tensor]:
+        """Exchange a bucket by the layout."""
+        assert self.runner is not None
+        if first:
+            self._look_at_scale()
         ended = Future[Any]()
 
         def done(error: BaseException | None) -> None:
             # Never set_exception: DDP would say that it cannot cast it to a tensor.
             ended.set_result(buffer if error is None else error)
 
+        self._went_direct = False
         self.runner.submit(names, [buffer], done, [self._unused(names)])
-        if bucket.is_last():
+        if last:
             self._used.clear()
         return ended.then(_unwrap)
 
-    def _direct(self, index: int, buffer: Tensor) -> Future[Tensor]:
-        """The mean by one all-reduce, issued right here: nothing can be faster through a Python hook."""
-        rank = self.world.members[0]
-        number = self._begin_direct() if index == 0 else self._direct_steps
-        # Divided before, as DDP does it: the same bits, and while the bucket is still in the cache. AVG divides afterwards.
-        buffer.mul_(1.0 / self.world.size)
-        work = dist.all_reduce(buffer, group=self._torch_world.groups[0], async_op=True)
-
-        flight = _Flight()
-
-        def arrive(future: Future[list[Tensor]]) -> None:
-            try:
-                mean = future.value()[0]
-            except RuntimeError as error:
-                place = f"bucket {index}, dense step {number - 1}, all-reduce (average), rank {rank}"
-                failure = ExchangeError(f"{place}: {error}")
-                self._closed = self._closed or failure
-                flight.end(failure)
-                return
-            self._inspect_direct(mean, number)
-            flight.end(mean)
-
-        work.get_future().add_done_callback(arrive)
-        if index == 0:
-            self._flying.clear()
-        self._flying.append(flight)
-        return flight.future.then(_unwrap)
+    def _reduce(self, bucket: GradBucket, names: tuple[str, ...]) -> Future[Tensor]:
+        """The mean by plain all-reduces: nothing can be faster through a Python hook."""
+        if bucket.index() == 0:
+            self._begin_direct()
+            self._dense.begin()
+            self._matches = True
+        number, partition = self._direct_steps, self._partition
+        self._matches &= partition is None or names in partition
+        if bucket.is_last() and self._matches and self.runner is not None and number > self._steps_until_final + 1:
+            self._partition = None  # the buckets are final, and are what it says: no need to look any more
+        place = f"bucket {bucket.index()}, dense step {number - 1}"
+        return self._dense.bucket(names, bucket, partition, place, number).then(_unwrap)
 
     def _note(self, bucket: GradBucket) -> tuple[str, ...]:
         """The tensors of a bucket; after the last one of a step it is known how DDP cuts them."""
@@ -288,15 +296,54 @@ class DDPWire(Wire):
     def _cut(self) -> list[list[TensorInfo]]:
         return [[self._infos[name] for name in names] for names in self._seen]
 
-    def _dense_step_ends(self) -> None:
-        """Once the buckets are final, freeze the layout for the steps to come."""
-        self.dense_steps += 1
+    def _record(self) -> None:
+        """A dense step is over; once DDP's buckets are final, freeze the layout for the steps to come."""
         self._used.clear()
-        if self.runner is None and self.dense_steps > self._steps_until_final:
-            layout = self._layout(self._cut())
-            self.freeze(layout)
-            if self.world.members[0] == 0 and not self.direct:
-                logger.info("layout frozen after %d dense steps: %d groups", self.dense_steps, len(layout.groups))
+        self.dense_steps += 1
+        self._own_steps += 1
+        if self._dense_enough and self._own_steps > self._steps_until_final:
+            self._freeze()
+        elif self._partition is None and not self.direct:
+            # A job that resumes before it has a layout has the buckets of a first step: sums must not depend on it.
+            self._partition = self._seen
+
+    def _freeze(self) -> None:
+        layout = self._layout(self._cut())
+        self.freeze(layout)
+        if self.world.members[0] == 0 and not self.direct:
+            logger.info("layout frozen after %d dense steps: %d groups", self.dense_steps, len(layout.groups))
+
+    @property
+    def _dense_enough(self) -> bool:
+        """Whether the job, counted from its very beginning, has had its dense steps, and buckets are final by now."""
+        return self.dense_steps > self._steps_until_final <= self._own_steps
+
+    def _hold(self, bucket: GradBucket, names: tuple[str, ...]) -> Future[Tensor]:
+        """A resumed job that should compress already, and sees its final buckets for the first time: wait for all of them."""
+        ended = Future[Any]()
+        self._held.append((names, bucket.buffer(), ended))
+        if bucket.is_last():
+            held, self._held = self._held, []
+            try:
+                self._freeze()
+                for number, (names, buffer, future) in enumerate(held):
+                    sent = self._submit(names, buffer, number == 0, number == len(held) - 1)
+                    sent.add_done_callback(_passer(future))
+            except Exception as error:  # DDP waits for all of them
+                for _, _, future in held:
+                    if not future.done():
+                        future.set_result(error)
+                raise
+        return ended.then(_unwrap)
+
+    def _use(self, runner: Runner) -> Runner:
+        groups = [tuple(slot.name for slot in group.slots) for group in runner.layout.groups]
+        self._partition = groups if self.direct else None
+        return super()._use(runner)
+
+    def _resume(self, meta: Meta) -> None:
+        if self.runner is None:
+            self._partition = [tuple(names) for names in meta.buckets] or None
 
     def _unused(self, names: Sequence[str]) -> Sequence[str]:
         """Parameters of a bucket that this rank did not use since the last exchange.
@@ -308,14 +355,23 @@ class DDPWire(Wire):
         used = {self._names[key] for key in self._used}
         return [name for name in names if name not in used]
 
+    @property
+    def waiting(self) -> bool:
+        return super().waiting or any(not flight.future.done() for flight in self._dense.flying)
+
     def interrupt(self) -> None:
-        if self.runner is not None and not self.direct:
+        if super().waiting:
             super().interrupt()
-        elif any(not flight.future.done() for flight in self._flying):
+        elif self.waiting:
             self._closed = ExchangeError("interrupted while waiting for an all-reduce")
-            for flight in self._flying:
+            for flight in self._dense.flying:
                 flight.end(self._closed)
-            self.world.close()
+            super().close()
+
+    def _fail(self, error: ExchangeError) -> None:
+        self._closed = self._closed or error
+        # Not here: this is a thread of the group that is to be destroyed.
+        threading.Thread(target=self.close, name="thinwire-farewell", daemon=True).start()
 
     def close(self) -> None:
         if self._closed is None:
@@ -327,19 +383,6 @@ class DDPWire(Wire):
         return self._closed or super().error
 
 
-class _Flight:
-    """An all-reduce of the direct path. DDP waits for this future and not for gloo's own, which an abort does not end."""
-
-    def __init__(self) -> None:
-        self.future = Future[Any]()
-        self._lock = threading.Lock()
-
-    def end(self, value: Tensor | BaseException) -> None:
-        with self._lock:
-            if not self.future.done():
-                self.future.set_result(value)
-
-
 def _marker(used: set[int]) -> Callable[[Tensor], None]:
     def mark(parameter: Tensor) -> None:
         used.add(id(parameter))
@@ -349,6 +392,18 @@ def _marker(used: set[int]) -> Callable[[Tensor], None]:
 
 def _exchange_bucket(state: DDPWire, bucket: GradBucket) -> Future[torch.Tensor]:
     return state.on_bucket(bucket)
+
+
+def _passer(target: Future[Any]) -> Callable[[Future[Any]], None]:
+    """Hands a result, or an error as a value, on to a future that somebody waits for."""
+
+    def hand_on(future: Future[Any]) -> None:
+        try:
+            target.set_result(future.value())
+        except Exception as error:
+            target.set_result(error)
+
+    return hand_on
 
 
 def _unwrap(future: Future[Any]) -> Tensor:

@@ -43,7 +43,7 @@ def default_codecs(density: float, ranks: int) -> list[tuple[str, int]]:
         ("adacomp(bin_dense=50)", ranks),
         (f"randomblock(ratio={1 / density:g})", ranks),
         (f"randomk({d})", ranks),
-        (f"dgc({d})", ranks),
+        (f"dgc({d}, values='fp16')", ranks),
         (f"sidco({d})", ranks),
         (f"topk({d})", ranks),
         ("cast", ranks),

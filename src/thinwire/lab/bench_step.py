@@ -37,7 +37,6 @@ METHODS = (
     "int8-hook",
     "topk-hook",
     "micro(density=0.01)",
-    "micro(density=0.01, balance=True, values='fp16')",
     "laplace(density=0.01)",
     "adacomp",
     "randomblock",
@@ -125,6 +124,11 @@ def name_and_size(method: str) -> tuple[str, str]:
     return (name, size) if name and not size.startswith("cpu") else (method, "")
 
 
+def sizes_of(text: str) -> list[float]:
+    """Of DDP's buckets, in MB, in the order in which they become ready; the last holds for all further ones."""
+    return [float(size) for size in text.split("/")]
+
+
 def check(options: Options) -> None:
     """Refuse what no worker could run, before there is a cluster."""
     from ..schemes.chain import choose
@@ -136,11 +140,12 @@ def check(options: Options) -> None:
     for method in options.methods:
         name, size = name_and_size(method)
         try:
-            if size and float(size) <= 0:
+            if size and min(sizes_of(size)) <= 0:
                 raise ValueError
         except ValueError:
             raise LabError(
-                f"{method!r}: what follows the @ is the size of DDP's buckets in MB, as in 'fp32@4'"
+                f"{method!r}: what follows the @ is the size of DDP's buckets in MB, as in 'fp32@4', or that of each in turn, "
+                "as in 'fp32@1/25/8'"
             ) from None
         if name not in (CEILING, BASE, *PEER_NAMES) and updates_of(name) is None:
             try:

@@ -25,7 +25,12 @@ from ..engine.exchange import Exchange
 from ..schemes.world import LocalWorld
 from .results import result, write
 
-CODECS = ("micro", "micro(balance=True)", "micro(controller='fixed')", "micro(controller='paper_code')")
+CODECS = (
+    "micro",
+    "micro(balance=False)",
+    "micro(controller='fixed', balance=False)",
+    "micro(controller='paper_code', balance=False)",
+)
 Draw = Callable[[torch.Generator], tuple[Tensor, Tensor]]
 
 

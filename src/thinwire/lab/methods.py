@@ -46,5 +46,5 @@ def updates_of(text: str) -> Updates | None:
         codec = ast.unparse(call.args[0])
         parse(codec)
         return Updates(codec, Detached(strength), period)
-    except (SyntaxError, ValueError, TypeError, ThinwireError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, ThinwireError) as error:
         raise LabError(f"{text!r} is not understood, write it as {EXAMPLE!r}: {error}") from None

@@ -36,10 +36,10 @@ def parse_rate(text: str | None) -> int | None:
             f"rate {text!r} is not understood: write a number and kbit, mbit or gbit, "
             f"like '100mbit', '2.5gbit' or '500kbit', or 'none' for a link that is not shaped"
         )
-    bits = round(float(match[1]) * {"k": 10**3, "m": 10**6, "g": 10**9}[match[2].lower()])
+    bits = float(match[1]) * {"k": 10**3, "m": 10**6, "g": 10**9}[match[2].lower()]
     if not 64_000 <= bits <= 100_000_000_000:
         raise LabError(f"rate {text!r} cannot be emulated: choose one from '64kbit' to '100gbit', or 'none'")
-    return bits
+    return round(bits)
 
 
 def format_rate(bits: float | None) -> str:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 
 from ..engine.wire import Wire
-from .bench_step import name_and_size
+from .bench_step import name_and_size, sizes_of
 from .methods import updates_of
 from .peers import ONE_BUCKET_MB, PEERS
 from .workloads import Workload, load
@@ -61,7 +61,10 @@ class Contestant:
 
 
 def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool = True) -> Contestant:
-    """`method` is a name of `bench_step`, or the text of a codec; `@4` after it gives DDP buckets of 4 MB."""
+    """`method` is a name of `bench_step`, or the text of a codec; `@4` after it gives DDP buckets of 4 MB.
+
+    `@1/25/8` gives each bucket its own size.
+    """
     name, own = name_and_size(method)
     model = work.model()
     updates = updates_of(name)
@@ -73,10 +76,17 @@ def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool
     module = model
     if name != "none":
         peer = PEERS.get(name)
-        size = float(own) if own else bucket_mb
+        sizes = sizes_of(own) if own else [bucket_mb] if bucket_mb else None
         if peer is not None and peer.one_bucket:
-            size = ONE_BUCKET_MB
-        ddp = DistributedDataParallel(model, bucket_cap_mb=size, gradient_as_bucket_view=bucket_view)
+            sizes = [ONE_BUCKET_MB]
+        one = sizes[0] if sizes and len(sizes) == 1 else None
+        several = sizes if sizes and len(sizes) > 1 else None
+        ddp = DistributedDataParallel(
+            model,
+            bucket_cap_mb=one,
+            bucket_cap_mb_list=several,  # type: ignore[arg-type]  # fractions work
+            gradient_as_bucket_view=bucket_view,
+        )
         if peer is not None:
             ddp.register_comm_hook(peer.state(), peer.hook)
         elif name != "fp32":

@@ -70,7 +70,7 @@ def predict(profile: Profile, groups: Sequence[Grouped]) -> Prediction:
         for round_ in cost.rounds if profile.cluster.world > 1 else ():
             names += [f"{round_.collective} {round_.scope}", "work"]
         names[-1] = "decode"
-        spans = zip(names, starts[index], ends[index], strict=False)
+        spans = zip(names, starts[index].tolist(), ends[index].tolist(), strict=False)
         operations.append(
             tuple(Operation(name, ("codec", "wire")[at % 2], *span) for at, (name, *span) in enumerate(spans))
         )

@@ -222,7 +222,11 @@ def load_struct(path: str | Path, kind: type[Struct], word: str, error: type[Thi
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except OSError as problem:
         raise error(f"there is no {word} {str(path)!r}: {problem.strerror}") from None
-    except msgspec.DecodeError as problem:  # bad JSON, or a field that is missing, unknown or of another type
+    except (
+        msgspec.DecodeError,
+        UnicodeError,
+        RecursionError,
+    ) as problem:  # bad JSON, or a field that is missing, unknown or wrong
         raise error(f"{str(path)!r} is not a {word}: {problem}") from None
 
 

@@ -82,17 +82,27 @@ class Conversation:
                 answer = list(incoming.view(self.world, size))
             elif isinstance(request, Sum):
                 values, tail = request.values, self.info.tail if request.tail else 0
-                if tail:
-                    values[-tail:-1] = riders
+                inside = tail > 0 and values.dtype == torch.float32
+                aboard, beside = values[-tail:-1] if inside else riders, None
+                if inside:
+                    aboard.copy_(riders)
                     values[-1] = 0.0 if request.finite else NAN
                 elif not request.finite:
-                    raise ExchangeError(f"{self.now} must give its sum a tail to say that its gradient is not finite")
-                self.bytes += values.numel() * values.element_size()
-                yield Collective("average" if request.average else "sum", values, scope=self.scope)
-                if tail:
-                    torch.mul(values[-tail:-1], 1.0 if request.average else 1.0 / self.world, out=riders)
+                    raise ExchangeError(
+                        f"{self.now} must give its sum a float32 tail to say that its gradient is not finite"
+                    )
+                elif tail > 1:
+                    beside = riders
+                average = request.average
+                part = Collective("average" if average else "sum", values, scope=self.scope, beside=beside)
+                self.bytes += part.bytes
+                yield part
+                if tail > 1:
+                    torch.mul(aboard, 1.0 if average else 1.0 / self.world, out=riders)
                 if tail or self.now.keeps_residual:
-                    finite &= all_finite(values)  # flag, riders, and sums of finite values that overflow
+                    finite &= all(
+                        map(all_finite, part.tensors)
+                    )  # flag, riders, and sums of finite values that overflow
                 answer = values
             else:
                 raise ExchangeError(f"{self.now} yielded {type(request).__name__}, neither Gather nor Sum")

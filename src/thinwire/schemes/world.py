@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Collective:
     tensor: Tensor
     output: Tensor | None = None
     scope: Scope = "flat"
+    beside: Tensor | None = None
+    """Of a sum or average: a second tensor, of another dtype, of which the same is asked."""
 
     @property
     def name(self) -> str:
@@ -60,7 +63,11 @@ class Collective:
     @property
     def bytes(self) -> int:
         """What this rank hands over."""
-        return 0 if self.operation == "idle" else self.tensor.numel() * self.tensor.element_size()
+        return 0 if self.operation == "idle" else sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,) if self.beside is None else (self.beside, self.tensor)
 
     def traffic(self, ranks: int) -> float:
         """Bytes on the link of the busiest of `ranks` ranks in one direction, as the cost formulas have it."""
@@ -132,40 +139,57 @@ class World(Protocol):
 
 
 class _TorchPending:
-    def __init__(self, work: dist.Work, wake: Callable[[], None]) -> None:
-        self._work = work
-        self._future = work.get_future()
-        self._future.add_done_callback(lambda _: wake())
+    def __init__(self, works: Sequence[dist.Work], wake: Callable[[], None]) -> None:
+        self._works = works
+        self._futures = [work.get_future() for work in works]
+        for future in self._futures:
+            future.add_done_callback(lambda _: wake())
 
     def done(self) -> bool:
-        return bool(self._future.done())
+        return all(future.done() for future in self._futures)
 
     def check(self) -> None:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
 
 
 class _PairPending(_TorchPending):
     """A sum of two ranks that travels as an all-gather; the addition comes with `check`, in rank order."""
 
     def __init__(
-        self, work: dist.Work, wake: Callable[[], None], part: Collective, both: Tensor, spare: list[Tensor]
+        self,
+        work: dist.Work,
+        wake: Callable[[], None],
+        part: Collective,
+        buffers: Sequence[Tensor],
+        spare: list[Tensor],
     ) -> None:
-        self._part, self._both, self._spare = part, both, spare
+        self._part, self._buffers, self._spare = part, buffers, spare
         self._added = False
-        super().__init__(work, wake)
+        super().__init__([work], wake)
 
     def check(self) -> None:
         super().check()
         if self._added:
             return
         self._added = True
-        target = self._part.tensor.view(-1)
-        halves = self._both[: 2 * self._part.bytes].view(target.dtype)
-        torch.add(halves[: target.numel()], halves[target.numel() :], out=target)
-        if self._part.operation == "average":
-            target.div_(2)
-        self._spare.append(self._both)
+        both, size, at = self._buffers[-1], _aligned(self._part.bytes), 0
+        for tensor in self._part.tensors:
+            target = tensor.view(-1)
+            first, second = (both[begin : begin + tensor.nbytes].view(target.dtype) for begin in (at, size + at))
+            torch.add(first, second, out=target)
+            if self._part.operation == "average":
+                target.div_(2)
+            at += tensor.nbytes
+        self._spare.extend(self._buffers)
 
+
+def _aligned(size: int) -> int:
+    """A multiple of 8: what the second of two ranks sent begins there, and is read as numbers."""
+    return -(-size // 8) * 8
+
+
+FAREWELL_SECONDS = 0.5
 
 PAIR_BYTES = 4 << 20
 """Up to here two ranks add by an all-gather: as many bytes as gloo's all-reduce, in half the messages.
@@ -246,13 +270,20 @@ class TorchWorld:
             pieces = None if part.output is None else list(part.output.view(-1, tensor.numel()))
             work = dist.gather(tensor, pieces, group=group, group_dst=0, async_op=True)
         elif self._by_gather(part, group):
-            both = self._buffer(2 * part.bytes)
-            mine = tensor.view(-1).view(torch.uint8)
-            work = dist.all_gather_single(both[: 2 * part.bytes], mine, group=group, async_op=True)
-            return _PairPending(work, wake, part, both, self._spare)
+            size = _aligned(part.bytes)
+            pieces = [tensor.view(-1).view(torch.uint8) for tensor in part.tensors]
+            buffers, mine = [self._buffer(2 * size)], pieces[0]
+            if part.bytes != size or part.beside is not None:
+                buffers.insert(0, self._buffer(size))
+                mine = buffers[0][:size]
+                torch.cat(pieces, out=mine[: part.bytes])
+            work = dist.all_gather_single(buffers[-1][: 2 * size], mine, group=group, async_op=True)
+            return _PairPending(work, wake, part, buffers, self._spare)
         else:
-            work = dist.all_reduce(tensor, op=_REDUCTIONS[part.operation], group=group, async_op=True)
-        return _TorchPending(work, wake)
+            operation = _REDUCTIONS[part.operation]
+            works = [dist.all_reduce(tensor, op=operation, group=group, async_op=True) for tensor in part.tensors]
+            return _TorchPending(works, wake)
+        return _TorchPending([work], wake)
 
     def _by_gather(self, part: Collective, group: dist.ProcessGroup) -> bool:
         on_cpu = part.tensor.device.type == "cpu"
@@ -267,9 +298,9 @@ class TorchWorld:
         return torch.empty(size + size // 4, dtype=torch.uint8)
 
     def close(self) -> None:
-        # Abort first: a gloo group joins its threads when it is destroyed, and they may wait for a peer until the timeout,
-        # so that a process that was interrupted would not end. Then destroy: its connections close, and the peers
-        # fail at once instead of at their timeout.
+        # Destroyed, so that connections close and the peers fail at once instead of at their timeout. With the last
+        # reference to it a gloo group joins its threads, which may wait for a peer until the timeout, abort or not: that
+        # must not hold up whoever was interrupted.
         groups, self.groups = self.groups, []
         self._placed.clear()
         for group in groups:
@@ -279,6 +310,11 @@ class TorchWorld:
                 ValueError, RuntimeError, AssertionError
             ):  # the user destroyed all groups already
                 dist.destroy_process_group(group)
+        if groups:
+            del group
+            farewell = threading.Thread(target=groups.clear, name="thinwire-farewell", daemon=True)
+            farewell.start()
+            farewell.join(FAREWELL_SECONDS)
 
 
 _taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
@@ -381,7 +417,7 @@ class LocalWorld:
 def _carry_out(parts: Sequence[Collective], round_: int) -> None:
     """One collective in memory, among those who take part in it."""
     first = parts[0]
-    kinds = {(part.operation, part.tensor.shape, part.tensor.dtype) for part in parts}
+    kinds = {(part.operation, *((tensor.shape, tensor.dtype) for tensor in part.tensors)) for part in parts}
     if len(kinds) != 1:
         raise ValueError(f"the ranks disagree in round {round_ + 1}: {sorted(map(str, kinds))}")
     if first.operation == "idle":
@@ -400,13 +436,14 @@ def _carry_out(parts: Sequence[Collective], round_: int) -> None:
         for part in parts[1:]:
             part.tensor.copy_(first.tensor)
     else:
-        total = first.tensor.clone()
-        for part in parts[1:]:
-            if part.operation == "max":
-                torch.maximum(total, part.tensor, out=total)
-            else:
-                total += part.tensor
-        if first.operation == "average":
-            total /= len(parts)
-        for part in parts if first.operation != "reduce" else parts[:1]:
-            part.tensor.copy_(total)
+        for tensors in zip(*(part.tensors for part in parts), strict=True):
+            total = tensors[0].clone()
+            for tensor in tensors[1:]:
+                if first.operation == "max":
+                    torch.maximum(total, tensor, out=total)
+                else:
+                    total += tensor
+            if first.operation == "average":
+                total /= len(parts)
+            for tensor in tensors if first.operation != "reduce" else tensors[:1]:
+                tensor.copy_(total)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import thinwire
 from tests.ranks import run
@@ -14,7 +16,7 @@ from thinwire.errors import StateError
 
 from .jobs import errors, make, make_here, momentum, parameters, settled, shared, train, train_here
 
-CODECS = ["randomblock(ratio=8)", "topk(density=0.1)", "micro(density=0.1)"]
+CODECS = ["randomblock(ratio=8)", "topk(density=0.1)", "micro(density=0.1)", "int8"]
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -142,6 +144,91 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
             opt.load_state_dict(state)
         for old, new in zip(before, [shared(opt), errors(opt, 1), parameters(models[1])], strict=True):
             assert torch.equal(old, new)
-    for other in (make(3)[1], make(2, "randomblock(ratio=4)")[1], make(2, feedback=thinwire.Plain())[1]):
+    for other in (make(2, "randomblock(ratio=4)")[1], make(2, feedback=thinwire.Plain())[1]):
         with pytest.raises(StateError, match=r"is of rank 0 of 2|was saved with"):
             other.load_state_dict(good)
+
+
+def _exactly(opt: thinwire.LocalUpdates, rank: int) -> list[torch.Tensor]:
+    return [shared(opt, rank), errors(opt, rank)]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("adam", [False, True])
+def test_exact_states_of_all_ranks_go_on_with_others(codec: str, period: int, adam: bool) -> None:
+    """The same as a folded state, without a collective."""
+    kind: dict[str, Any] = {"optimizer": torch.optim.Adam, "options": {"lr": 1e-3}} if adam else {}
+    models, opt = make(4, codec, period=period, **kind)
+    train(models, opt, range(8))
+    whole, expected = opt.state_dict(), opt.state_dict("folded")
+    parts = [{k: v for k, v in whole.items() if k.startswith((f"rank{r}.", "shared."))} for r in range(4)]
+    results = []
+    for state in (expected, parts):
+        other, resumed = make(3, codec, period=period, **kind)
+        train(other, resumed, range(2))
+        resumed.load_state_dict(state)
+        results.append(resumed.state_dict())
+        train(other, resumed, range(8, 12))
+    for key, value in results[0].items():
+        if isinstance(value, torch.Tensor):
+            assert torch.allclose(value, results[1][key], rtol=1e-6, atol=1e-7), key
+    _, resumed = make(3, codec, period=period, **kind)
+    with pytest.raises(StateError, match="that of rank 2 is missing"):
+        resumed.load_state_dict([parts[0], parts[1], parts[3]])
+
+
+def test_files_of_local_updates(tmp_path: Path) -> None:
+    models, opt = make(2, "topk(density=0.1)", period=2)
+    train(models, opt, range(5))
+    opt.save(tmp_path)
+    opt.save(tmp_path / "folded", kind="folded")
+    again, resumed = make(2, "topk(density=0.1)", period=2)
+    resumed.load(tmp_path)
+    for one in ((models, opt), (again, resumed)):
+        train(*one, range(5, 8))
+    for rank in range(2):
+        for left, right in zip(_exactly(opt, rank), _exactly(resumed, rank), strict=True):
+            assert torch.equal(left, right)
+    for source in (tmp_path, tmp_path / "folded"):
+        _, more = make(3, "topk(density=0.1)", period=2)
+        more.load(source)
+        assert more.steps == 5
+    mean = sorted((tmp_path / "folded").iterdir())
+    assert [path.name for path in mean] == ["mean.safetensors"]
+
+
+def _in_place(codec: str, folder: str, adam: bool, steps: int) -> None:
+    """`torch.distributed.checkpoint` loads into what a new job says that it has, before its first step."""
+    kind: dict[str, Any] = {"optimizer": torch.optim.Adam, "options": {"lr": 1e-3}} if adam else {}
+    model, opt = make_here(codec, period=2, **kind)
+    train_here(model, opt, range(steps))
+    dcp.save({"opt": opt}, checkpoint_id=folder)
+    dcp.save({"opt": opt.state_dict("folded")}, checkpoint_id=folder + "/folded")
+    saved = opt.state_dict()
+    train_here(model, opt, range(steps, steps + 4))
+    again, resumed = make_here(codec, period=2, **kind)
+    before = resumed.state_dict()
+    assert before.keys() == saved.keys()
+    dcp.load({"opt": resumed}, checkpoint_id=folder)
+    found = resumed.state_dict()
+    for key, value in saved.items():
+        same = torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
+        assert same, key
+    train_here(again, resumed, range(steps, steps + 4))
+    assert torch.equal(parameters(model), parameters(again))
+    assert torch.equal(shared(opt), shared(resumed))
+    _, third = make_here(codec, period=2, **kind)
+    room = third.state_dict("folded")
+    dcp.load({"opt": room}, checkpoint_id=folder + "/folded")
+    third.load_state_dict(room)
+    assert third.steps == steps
+    for group, inner in ((opt, opt.state), (third, third.state)):
+        assert bool(steps) or group is opt or not any(inner.values()) or not adam
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+@pytest.mark.parametrize("adam", [False, True])
+def test_distributed_checkpoint(adam: bool, steps: int, tmp_path: Path) -> None:
+    for number, codec in enumerate(("randomblock(ratio=8)", "dgc(momentum=0.9)", "int8")):
+        run(2, _in_place, codec, str(tmp_path / str(number)), adam, steps)

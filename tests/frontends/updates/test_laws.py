@@ -31,9 +31,8 @@ def _blocks(opt: thinwire.LocalUpdates) -> Tensor:
     slots = way.replicas[0].slots
     masks = [torch.zeros(slot.info.elements, dtype=torch.bool) for slot in slots]
     for bucket in way.buckets:
-        for place in bucket.places:
-            size = slots[place.slot].info.elements
-            masks[place.slot][(place.start + torch.arange(place.length)) % size] = True
+        for slot, _, length, start in bucket.places.tolist():
+            masks[slot][(start + torch.arange(length)) % slots[slot].info.elements] = True
     return torch.cat(masks)
 
 

@@ -27,7 +27,8 @@ CODECS = ["randomblock(ratio=8)", "topk(density=0.1)"]
 def wide() -> nn.Module:
     """Large enough for several buckets at a ratio of 2."""
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 160), nn.ReLU(), nn.Linear(160, 10))
+    layers = [nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 128), nn.ReLU(), nn.Linear(128, 192), nn.Linear(192, 10)]
+    return nn.Sequential(*layers)
 
 
 def _digest(tensor: Tensor) -> str:
@@ -43,7 +44,7 @@ def _loop(how: str, overlap: bool) -> dict[str, Any]:
         model = DistributedDataParallel(inside)
     way = opt._way
     assert isinstance(way, Blocks)
-    digests, rank = [], dist.get_rank()
+    digests, begun, rank = [], [], dist.get_rank()
     for step in range(8):
         opt.zero_grad()
         for part in range(3 if how == "accumulation" else 1):
@@ -54,6 +55,12 @@ def _loop(how: str, overlap: bool) -> dict[str, Any]:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if how == "data":
             gradient.data.mul_(0.5)
+        if how == "schedule":
+            opt.param_groups[0]["lr"] *= 0.9
+        if how == "one rank" and rank == 1:
+            gradient[0, 0] += 1.0
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        begun.append(all(bucket.begun for bucket in way.buckets))
         opt.step()
         digests.append(_digest(shared(opt)))
     return {
@@ -61,27 +68,32 @@ def _loop(how: str, overlap: bool) -> dict[str, Any]:
         "point": _digest(parameters(model)),
         "gradient": _digest(gradient),
         "buckets": len(way.buckets),
+        "begun": begun,
         "overlap": way.overlap,
         "bytes": opt.stats()["bytes_per_step"],
     }
 
 
-@pytest.mark.parametrize("how", ["plain", "ddp", "ddp around", "clipping", "accumulation", "data"])
-def test_replicas_are_equal_and_sending_early_changes_nothing(how: str) -> None:
-    # Two ranks: gloo adds three in an order that depends on where in a buffer a value lies.
-    early, late = run(2, _loop, how, True), run(2, _loop, how, False)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "how", ["plain", "ddp", "ddp around", "clipping", "accumulation", "data", "schedule", "one rank"]
+)
+def test_replicas_are_equal_and_sending_early_changes_nothing(how: str, ranks: int) -> None:
+    early, late = run(ranks, _loop, how, True), run(ranks, _loop, how, False)
     for results in (early, late):
         assert len({tuple(result["shared"]) for result in results}) == 1
         assert len(set(results[0]["shared"])) == 8
-        assert len({result["point"] for result in results}) == 2, "every rank has its own point"
-        assert len({result["gradient"] for result in results}) == 2, "no DDP has averaged gradients"
+        assert len({result["point"] for result in results}) == ranks, "every rank has its own point"
+        assert len({result["gradient"] for result in results}) == ranks, "no DDP has averaged gradients"
     assert early[0]["shared"] == late[0]["shared"]
-    assert (early[0]["buckets"], late[0]["buckets"]) == (3, 1)
-    changed = how in ("clipping", "accumulation", "data")
-    assert early[0]["overlap"] is not changed, "sending early is given up where it is in vain"
+    assert early[0]["buckets"] == late[0]["buckets"] == 3
+    in_vain = how not in ("plain", "ddp", "ddp around")
+    assert early[0]["overlap"] is not in_vain, "sending early is given up where it is in vain"
+    assert early[0]["begun"] == ([True] * blocks.STRIKES + [False] * 5 if in_vain else [True] * 8)
+    assert not any(late[0]["begun"])
     elements = sum(max(1, p.numel() // 2) if p.numel() >= 512 else p.numel() for p in wide().parameters())
     assert late[0]["bytes"] == 4 * elements + 8
-    if not changed:
+    if not in_vain:
         assert early[0]["bytes"] == late[0]["bytes"]
 
 

@@ -4,7 +4,7 @@ The block of a tensor follows from (seed, step, name), so it is known before the
 gradient of a parameter, what is pending on its block, error + update, can be handed over. `step()` computes it again: where
 it differs (the gradient was clipped, unscaled or added to), the rank says so and all ranks hand over anew.
 
-Nothing of shared model, error and momentum changes before the sums, and with them the flags of all ranks, are there.
+Nothing of shared model, error and momentum changes before the flags of all ranks are there.
 
 Bytes: 4 * elements / ratio and two floats, all-reduced. Memory: shared model and error, 8 bytes a parameter beside SGD's
 own, and two buffers as large as the blocks. Passes: one read for the finite test, one over everything (see
@@ -16,45 +16,29 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...codecs import RandomBlock
 from ...codecs.randomblock import draw
 from ...engine.layout import Exclude, excludes
 from ...engine.sums import Sums
-from ...errors import AttachError, ExchangeError
+from ...errors import ExchangeError
 from ...feedback import Balance
 from ...log import logger
 from ...schemes.world import LocalWorld
 from . import head
-from .buckets import Bucket, Place, cut
-from .replica import Replica, Slot
+from .buckets import Bucket, cut
+from .replica import Replica
+from .table import Table, unusual
 
-LIMIT = 1e30
-"""A gradient beyond it counts as not finite: then momentum, error and sums stay finite too."""
 STRIKES = 3
 NAN = float("nan")
-
-Floats = NDArray[np.float32]
-
-
-@dataclass(slots=True)
-class View:
-    """A slot of one replica as the kernels see it: flat arrays, and the options of its parameter group."""
-
-    error: Floats
-    momentum: Floats
-    gradient: Floats
-    point: Floats
-    options: Floats
 
 
 def fits(replica: Replica, codec: object) -> bool:
@@ -63,15 +47,8 @@ def fits(replica: Replica, codec: object) -> bool:
         type(codec) is RandomBlock
         and type(replica.optimizer) is torch.optim.SGD
         and all(slot.parameter.is_contiguous() and not slot.mastered for slot in replica.slots)
-        and not any(_unusual(group) for group in replica.optimizer.param_groups)
+        and not any(unusual(group) for group in replica.optimizer.param_groups)
     )
-
-
-def _unusual(group: dict[str, Any]) -> str | None:
-    for option in ("dampening", "maximize", "differentiable"):
-        if group.get(option):
-            return option
-    return None
 
 
 class Blocks:
@@ -91,32 +68,34 @@ class Blocks:
     ) -> None:
         self.replicas, self.codec, self.balance = replicas, codec, balance
         self.errors: list[list[Tensor | None]] = [[torch.zeros_like(s.shared) for s in r.slots] for r in replicas]
-        self._flat_errors = [[e.view(-1).numpy() for e in own if e is not None] for own in self.errors]
-        self._shared = [[slot.shared.view(-1).numpy() for slot in replica.slots] for replica in replicas]
-        for replica in replicas:
-            _make_momenta(replica)
+        self._tables = [
+            Table(replica, [error for error in errors if error is not None])
+            for replica, errors in zip(replicas, self.errors, strict=True)
+        ]
+        for table in self._tables:
+            table.look(1.0)  # momenta begin with the job, so that a state of it always has them
         slots = replicas[0].slots
-        small = (
+        whole = {
             i for i, slot in enumerate(slots) if slot.info.elements < min_elements or excludes(exclude, slot.name)
-        )
-        self.overlap = overlap and not isinstance(process_group, LocalWorld)
-        self.buckets = cut(slots, set(small), codec.ratio, overlap=self.overlap)
+        }
+        here = isinstance(process_group, LocalWorld)
+        self.overlap = overlap and not here
+        # Without overlap too: gloo adds three ranks in an order that depends on where in a buffer a value lies.
+        self.buckets = cut(slots, whole, codec.ratio, several=not here)
         for bucket in self.buckets:
             bucket.room(len(replicas))
         self.heads = [torch.zeros(2) for _ in replicas]
         named = {bucket.name: bucket.wire[0] for bucket in self.buckets} | {"head": self.heads[0]}
-        self.exchange = Sums(named, process_group, timeout=timeout)
+        self.exchange = Sums(named, process_group, apart="head", timeout=timeout)
         self.wires = (self.exchange,)
         self.draws = 0
         self.strikes = 0
         self._scale = 1.0
-        self._zeros = torch.zeros(0)
         self._scratch = torch.zeros(max(bucket.elements for bucket in self.buckets))
         self._hooks: list[Any] = []
-        self._seen: dict[int, tuple[int, int, float]] = {}
         for bucket in self.buckets if self.overlap else ():
-            for place in bucket.places:
-                parameter, hook = slots[place.slot].parameter, _hook(weakref.ref(self), bucket, place.slot)
+            for index in bucket.slots:
+                parameter, hook = slots[index].parameter, _hook(weakref.ref(self), bucket, index)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self.expects_exchange = False
         self.open_round()
@@ -127,35 +106,28 @@ class Blocks:
         """Draw the blocks of the next exchange."""
         slots = self.replicas[0].slots
         for bucket in self.buckets:
-            bucket.begun, bucket.missing = False, {place.slot for place in bucket.places}
-            for place in bucket.places:
-                if place.coded:
-                    slot = slots[place.slot]
-                    place.start = draw(self.codec.seed, self.draws, slot.name, slot.info.elements)
+            bucket.begun, bucket.missing = False, set(bucket.slots)
+            for place in bucket.places[: bucket.coded]:
+                slot = slots[place[0]]
+                place[3] = draw(self.codec.seed, self.draws, slot.name, slot.info.elements)
 
     def arrived(self, bucket: Bucket, index: int) -> None:
         """Backward has left the gradient of a slot; called by its hook."""
         if not self.overlap:
             return
-        from ...kernels.cpu import updates
-
-        gradient = self.replicas[0].slots[index].gradient()
+        (table,) = self._tables
+        gradient = table.replica.slots[index].gradient()
         assert gradient is not None
-        # Tested while it is in the cache; `step` need not read it again, unless somebody changes it.
-        magnitude = updates.largest(gradient.detach().contiguous().view(-1).numpy())
-        self._seen[index] = (gradient.data_ptr(), gradient._version, magnitude)
+        table.measure(index, gradient)
         if not self.expects_exchange or bucket.begun:
             return  # begun: this is a second backward; `step` will find that the gradient is another
         bucket.missing.discard(index)
         if bucket.missing:
             return
-        groups = self.replicas[0].options()
         # In order, because all ranks must send in the same: a bucket may be complete before the one in front of it.
-        for ready in itertools.takewhile(lambda bucket: not bucket.missing, self.buckets[:-1]):
+        for ready in itertools.takewhile(lambda bucket: not bucket.missing, self.buckets):
             if not ready.begun:
-                for place in ready.places:
-                    view = self._view(0, place.slot, _numbers(groups[place.slot], self._scale))
-                    _pend(view, place, ready.mine[0][place.offset : place.offset + place.length])
+                table.look(self._scale, ready.slots)
                 self._begin(ready)
 
     def local(self, bad: Sequence[bool], scale: float) -> list[bool]:
@@ -163,39 +135,42 @@ class Blocks:
         from ...kernels.cpu import updates
 
         taken = []
-        for r, replica in enumerate(self.replicas):
-            views = self._look(r, scale)
-            taken.append(not (bad[r] or self._any_bad(r, views, scale)))
+        for own, table in zip(bad, self._tables, strict=True):
+            table.look(scale)
+            taken.append(not (own or table.bad(scale)))
             if taken[-1]:
-                for slot, view in zip(replica.slots, views, strict=True):
-                    updates.drift(view.error, view.momentum, view.gradient, view.point, view.options)
-                    torch.autograd.graph.increment_version(slot.parameter)
+                updates.all_drift(table.rows, table.options)
+                _changed(table.replica)
         return taken
 
     def step(self, bad: Sequence[bool], scale: float) -> bool:
         """A step with its exchange; False if it is void on all ranks."""
         self._scale = scale
-        views = [self._look(r, scale) for r in range(len(self.replicas))]
-        stale = self._fill(views)
+        for table in self._tables:
+            table.look(scale)
+        stale = self._stale()
         if stale:
-            self._seen.clear()
-        flags = [own or self._any_bad(r, views[r], scale) for r, own in enumerate(bad)]
+            for table in self._tables:
+                table.forget()
+        for bucket in self.buckets:
+            self._begin(bucket)
+        flags = [own or table.bad(scale) for own, table in zip(bad, self._tables, strict=True)]
         answer = self._ask(flags, stale=stale)
         if answer.stale and not answer.bad:
             self._strike()
             self.exchange.end()
             for bucket in self.buckets:
                 bucket.begun = False
-            self._fill(views)
+                self._begin(bucket)
             answer = self._ask(flags, stale=False)
         else:
             self.strikes = 0
         self.draws += 1
         if not answer.bad:
-            self._advance(views)  # while the last blocks are on the wire
+            self._advance()  # while the last blocks are on the wire
         self.exchange.end()
         if not answer.bad:
-            self._settle(views, answer.statistic)
+            self._settle(answer.statistic)
         self.open_round()
         return not answer.bad
 
@@ -212,31 +187,35 @@ class Blocks:
 
     def meet(self) -> None:
         """Come together with all ranks outside of a step; an error on all of them if some are in a step."""
-        for bucket in self.buckets[:-1]:
+        for table in self._tables:
+            table.look(self._scale)
+        for bucket in self.buckets:
             self._begin(bucket)
         self._say([head.MEETING for _ in self.replicas], in_step=False)
         self.exchange.end()
         self.open_round()
 
-    def _fill(self, views: Sequence[Sequence[View]]) -> bool:
-        """Hand over what was not handed over, all but the last; whether something that was is not valid any more."""
-        stale = False
+    def _stale(self) -> bool:
+        """Whether something that was handed over is not what it would be now."""
+        from ...kernels.cpu import updates
+
         for bucket in self.buckets:
-            for mine, own in zip(bucket.mine, views, strict=True):
-                out = self._scratch if bucket.begun else mine
-                for place in bucket.places:
-                    _pend(own[place.slot], place, out[place.offset : place.offset + place.length])
+            for mine, table in zip(bucket.mine, self._tables, strict=True):
                 if bucket.begun:
-                    again, before = (t[: bucket.elements].view(torch.int32) for t in (out, mine))
-                    stale |= not torch.equal(again, before)
-            if bucket is not self.buckets[-1]:
-                self._begin(bucket)
-        return stale
+                    again = self._scratch[: bucket.elements]
+                    updates.all_pending(table.rows, table.options, bucket.places, again.numpy())
+                    if not torch.equal(again.view(torch.int32), mine.view(torch.int32)):
+                        return True
+        return False
 
     def _begin(self, bucket: Bucket) -> None:
+        """Hand over a bucket, unless that was done. Its slots have been looked at."""
+        from ...kernels.cpu import updates
+
         if bucket.begun:
             return
-        for mine, wire in zip(bucket.mine, bucket.wire, strict=True):
+        for mine, wire, table in zip(bucket.mine, bucket.wire, self._tables, strict=True):
+            updates.all_pending(table.rows, table.options, bucket.places, mine.numpy())
             wire.copy_(mine)
         bucket.begun = True
         self.exchange.begin(bucket.name, bucket.wire)
@@ -246,87 +225,40 @@ class Blocks:
 
         words = []
         for r, bad in enumerate(flags):
-            own = sum(updates.squares(bucket.mine[r][: bucket.coded].numpy()) for bucket in self.buckets)
+            own = sum(updates.squares(bucket.mine[r][: bucket.coded_elements].numpy()) for bucket in self.buckets)
             words.append(head.words(statistic=NAN if stale else own if own == own else 0.0, bad=bad))
         return self._say(words, in_step=True)
 
     def _say(self, words: Sequence[tuple[float, float]], *, in_step: bool) -> head.Head:
-        """Exchange the heads, and begin the last bucket, which need not be there to know what all ranks say."""
+        """Exchange the heads, on a way of their own: what all ranks say is known while blocks are still on the wire."""
         for room, said in zip(self.heads, words, strict=True):
             room.copy_(torch.tensor(said))
         self.exchange.begin("head", self.heads)
-        self._begin(self.buckets[-1])
         self.exchange.wait("head")
         return head.read(self.heads[0], self.exchange.world.size, in_step=in_step)
 
-    def _advance(self, views: Sequence[Sequence[View]]) -> None:
+    def _advance(self) -> None:
         from ...kernels.cpu import updates
 
         strength = self.balance.adopt()
-        for shared, own in zip(self._shared, views, strict=True):
-            for x, view in zip(shared, own, strict=True):
-                arrays = (x, view.error, view.momentum, view.gradient, view.point)
-                if not updates.advance(*arrays, view.options, strength):
-                    raise ExchangeError(
-                        "an update is not finite though its gradient was: was the gradient changed behind torch's back, "
-                        "through .data or numpy? Go on from a checkpoint"
-                    )
+        for table in self._tables:
+            if not updates.all_advance(table.rows, table.options, strength):
+                raise ExchangeError(
+                    "an update is not finite though its gradient was: was the gradient changed behind torch's back, "
+                    "through .data or numpy? Go on from a checkpoint"
+                )
 
-    def _settle(self, views: Sequence[Sequence[View]], statistic: float) -> None:
+    def _settle(self, statistic: float) -> None:
         from ...kernels.cpu import updates
 
-        for r, replica in enumerate(self.replicas):
+        for r, table in enumerate(self._tables):
             for bucket in self.buckets:
-                wire = bucket.wire[r].numpy()
-                for place in bucket.places:
-                    view = views[r][place.slot]
-                    mean = wire[place.offset : place.offset + place.length]
-                    updates.settle(self._shared[r][place.slot], view.error, view.point, place.start, mean)
-            for slot in replica.slots:
-                # Tell autograd that the parameter was changed behind its back, as any in-place operation does.
-                torch.autograd.graph.increment_version(slot.parameter)
-        common = sum(updates.squares(bucket.wire[0][: bucket.coded].numpy()) for bucket in self.buckets)
+                updates.all_settle(table.rows, bucket.places, bucket.wire[r].numpy())
+            _changed(table.replica)
+        common = sum(updates.squares(bucket.wire[0][: bucket.coded_elements].numpy()) for bucket in self.buckets)
         self.balance.observe(common, statistic)
 
     # -- small things --------------------------------------------------------------------------------------------------
-
-    def _look(self, r: int, scale: float) -> list[View]:
-        """What every slot of a replica holds at this moment."""
-        _make_momenta(self.replicas[r])
-        groups = self.replicas[r].options()
-        numbers = {id(group): _numbers(group, scale) for group in groups}
-        return [self._view(r, i, numbers[id(group)]) for i, group in enumerate(groups)]
-
-    def _view(self, r: int, index: int, options: Floats) -> View:
-        slot = self.replicas[r].slots[index]
-        momentum = self.replicas[r].optimizer.state[slot.point].get("momentum_buffer")
-        gradient = slot.gradient()
-        return View(
-            self._flat_errors[r][index],
-            np.empty(0, np.float32) if momentum is None else momentum.view(-1).numpy(),
-            self._nothing(slot) if gradient is None else gradient.detach().contiguous().view(-1).numpy(),
-            slot.point.detach().view(-1).numpy(),
-            options,
-        )
-
-    def _any_bad(self, r: int, views: Sequence[View], scale: float) -> bool:
-        from ...kernels.cpu import updates
-
-        seen, self._seen = self._seen, {}
-        for index, (slot, view) in enumerate(zip(self.replicas[r].slots, views, strict=True)):
-            gradient = slot.parameter.grad
-            place, version, magnitude = seen.get(index, (0, 0, 0.0))
-            if gradient is None or (place, version) != (gradient.data_ptr(), gradient._version):
-                magnitude = updates.largest(view.gradient)
-            if not magnitude <= LIMIT / scale:
-                return True
-        return False
-
-    def _nothing(self, slot: Slot) -> Floats:
-        """The gradient of a parameter that backward did not meet: zero, so that momentum and error go on."""
-        if self._zeros.numel() < slot.info.elements:
-            self._zeros = torch.zeros(slot.info.elements)
-        return self._zeros[: slot.info.elements].numpy()
 
     def pending(self, r: int, index: int) -> Tensor | None:
         """What a rank has not sent of a slot, the local steps since the last exchange included."""
@@ -351,25 +283,9 @@ class Blocks:
         self.exchange.close()
 
 
-def _numbers(group: dict[str, Any], scale: float) -> Floats:
-    option = _unusual(group)
-    if option:
-        raise AttachError(f"{option} was switched on after LocalUpdates was made; make it anew")
-    nesterov = float(bool(group["nesterov"]))
-    return np.array([group["lr"], group["momentum"], group["weight_decay"], scale, nesterov], np.float32)
-
-
-def _pend(view: View, place: Place, out: Tensor) -> None:
-    from ...kernels.cpu import updates
-
-    updates.pending(view.error, view.momentum, view.gradient, view.point, view.options, place.start, out.numpy())
-
-
-def _make_momenta(replica: Replica) -> None:
-    """Momentum lives where SGD keeps it, and begins at zero, as SGD's does."""
-    for slot, group in zip(replica.slots, replica.options(), strict=True):
-        if group["momentum"] and replica.optimizer.state[slot.point].get("momentum_buffer") is None:
-            replica.optimizer.state[slot.point]["momentum_buffer"] = torch.zeros_like(slot.shared)
+def _changed(replica: Replica) -> None:
+    """Tell autograd that the parameters were changed behind its back, as any in-place operation does."""
+    torch.autograd.graph.increment_version([slot.parameter for slot in replica.slots])
 
 
 def _hook(reference: weakref.ref[Blocks], bucket: Bucket, slot: int) -> Callable[[Tensor], None]:
@@ -385,11 +301,11 @@ def rehearse() -> None:
     """Compile every kernel."""
     from ...kernels.cpu import updates
 
-    x, e, m, g, p = (np.ones(8, np.float32) for _ in range(5))
-    options, block = np.array([0.1, 0.9, 0.0, 1.0, 0.0], np.float32), np.zeros(3, np.float32)
-    updates.pending(e, m, g, p, options, 6, block)
-    updates.advance(x, e, m, g, p, options, 0.5)
-    updates.drift(e, m, g, p, options)
-    updates.settle(x, e, p, 6, block)
-    updates.largest(g)
-    updates.squares(g)
+    rows, options = np.zeros((0, 6), np.int64), np.zeros((0, 5), np.float32)
+    places, block = np.zeros((0, 4), np.int64), np.zeros(3, np.float32)
+    updates.all_pending(rows, options, places, block)
+    updates.all_advance(rows, options, 0.5)
+    updates.all_drift(rows, options)
+    updates.all_settle(rows, places, block)
+    updates.largest_at(block.ctypes.data, 3)
+    updates.squares(block)

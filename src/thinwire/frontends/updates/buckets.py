@@ -1,76 +1,82 @@
-"""Which blocks travel together, and which of them while backward still runs."""
+"""Which blocks travel together."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .replica import Slot
 
-EARLY = (0.4, 0.3, 0.2)
-"""Shares of all blocks that are sent during backward. Few, since each sum costs a core up to a millisecond; the last ones
+ENDS = (0.5, 0.88)
+"""Where buckets end, as shares of all that is sent. Few, since each sum costs a core up to a millisecond; the last ones
 small, since backward hides nothing of what is sent at its end."""
 SMALLEST = 4096
-
-
-@dataclass
-class Place:
-    """Where the block of a slot lies in the buffer of its bucket; `start` is where it begins in the tensor."""
-
-    slot: int
-    offset: int
-    length: int
-    coded: bool
-    start: int = 0
+"""Elements that are worth a sum of their own."""
 
 
 @dataclass
 class Bucket:
     """Blocks that travel together. `mine` is what this rank handed over, `wire` becomes the mean; one of each a replica.
 
-    The last bucket ends in tensors that are sent whole.
+    places   int64 (blocks, 4): slot, offset in the buffer, length, where it begins in the tensor
+    coded    how many of the blocks change from round to round; behind them are tensors that are sent whole
     """
 
     name: str
-    places: list[Place] = field(default_factory=list)
-    elements: int = 0
-    coded: int = 0
-    mine: list[Tensor] = field(default_factory=list)
-    wire: list[Tensor] = field(default_factory=list)
+    places: NDArray[np.int64]
+    coded: int
     missing: set[int] = field(default_factory=set)
     begun: bool = False
+    mine: list[Tensor] = field(default_factory=list)
+    wire: list[Tensor] = field(default_factory=list)
 
-    def add(self, slot: int, length: int, coded: bool) -> None:
-        self.places.append(Place(slot, self.elements, length, coded))
-        self.elements += length
-        self.coded += length if coded else 0
+    @cached_property
+    def slots(self) -> list[int]:
+        return [int(slot) for slot in self.places[:, 0]]
+
+    @cached_property
+    def elements(self) -> int:
+        return int(self.places[:, 2].sum())
+
+    @cached_property
+    def coded_elements(self) -> int:
+        return int(self.places[: self.coded, 2].sum())
 
     def room(self, replicas: int) -> None:
         self.mine = [torch.zeros(self.elements) for _ in range(replicas)]
         self.wire = [torch.zeros(self.elements) for _ in range(replicas)]
 
 
-def cut(slots: Sequence[Slot], dense: Collection[int], ratio: float, *, overlap: bool) -> list[Bucket]:
+def cut(slots: Sequence[Slot], whole: Collection[int], ratio: float, *, several: bool) -> list[Bucket]:
     """Buckets in the order in which backward is expected to leave gradients: the last parameters first.
 
-    dense    slots that are sent whole, in the last bucket
-    overlap  whether some are to be sent early; otherwise there is one bucket
+    whole    slots that are sent whole
+    several  whether there is to be more than one
     """
-    order = [i for i in reversed(range(len(slots))) if slots[i].info.elements]
-    lengths = {i: max(1, int(slots[i].info.elements / ratio)) for i in order if i not in dense}
-    total = sum(lengths.values())
-    limits = [share * total for share in EARLY if overlap and share * total >= SMALLEST]
-    buckets = [Bucket("blocks 0")]
+    lengths = {i: slots[i].info.elements for i in reversed(range(len(slots))) if slots[i].info.elements}
+    lengths |= {i: max(1, int(size / ratio)) for i, size in lengths.items() if i not in whole}
+    total, sent, inside = sum(lengths.values()), 0, 0
+    ends = [end * total for end in ENDS] if several else []
+    parts: list[list[int]] = [[]]
     for slot, length in lengths.items():
-        if len(buckets) <= len(limits) and buckets[-1].elements >= limits[len(buckets) - 1]:
-            buckets.append(Bucket(f"blocks {len(buckets)}"))
-        buckets[-1].add(slot, length, True)
-    if limits and len(buckets) <= len(limits):
-        buckets.append(Bucket(f"blocks {len(buckets)}"))
-    for slot in order:
-        if slot in dense:
-            buckets[-1].add(slot, slots[slot].info.elements, False)
-    return buckets
+        if ends and sent >= ends[0] and inside >= SMALLEST:
+            ends = [end for end in ends if end > sent]
+            parts.append([])
+            inside = 0
+        parts[-1].append(slot)
+        sent, inside = sent + length, inside + length
+    return [_bucket(f"blocks {i}", part, whole, lengths) for i, part in enumerate(parts)]
+
+
+def _bucket(name: str, part: Sequence[int], whole: Collection[int], lengths: dict[int, int]) -> Bucket:
+    order = sorted(part, key=lambda slot: slot in whole)
+    sizes = [lengths[slot] for slot in order]
+    places = np.array([(slot, 0, size, 0) for slot, size in zip(order, sizes, strict=True)], np.int64).reshape(-1, 4)
+    places[1:, 1] = np.cumsum(sizes)[:-1]
+    return Bucket(name, places, sum(slot not in whole for slot in order))

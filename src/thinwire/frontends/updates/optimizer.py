@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ...codecs import Codec, RandomBlock, parse
+from ...engine import files
 from ...engine.agree import agree, problem_of, take_turns
 from ...engine.exchange import Exchange
 from ...engine.layout import Exclude, excluded
-from ...errors import AttachError, ExchangeError, ThinwireError
+from ...errors import AttachError, ExchangeError, StateError, ThinwireError
 from ...feedback import Balance, Detached
 from ...log import logger, set_up
 from ...schemes.world import LocalWorld, TorchWorld
@@ -106,6 +107,7 @@ class LocalUpdates(Optimizer):
         self._local = 0
         self._place: str | None = None
         self._failure: BaseException | None = None
+        self._compared = True
         # All that `Optimizer.__init__` does, except for parameter groups of its own.
         self.__setstate__({"defaults": self._replicas[0].optimizer.defaults})
         self._expect()
@@ -189,6 +191,7 @@ class LocalUpdates(Optimizer):
             replica.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers on it look at
         scale, bad = self._scaler()
         with self._closing():
+            self._compare()
             if self._local + 1 < self.period:
                 taken = self._way.local(bad, scale)
                 self.local_skipped += taken.count(False)
@@ -200,6 +203,15 @@ class LocalUpdates(Optimizer):
         self.steps += 1
         self._expect()
         return loss
+
+    def _compare(self) -> None:
+        """In the first step after a load, which is local: whether all ranks have loaded the same one."""
+        if not self._compared and isinstance(self.exchange.world, TorchWorld):
+            try:
+                agree(self.exchange.world.parent, {"step": self.steps, "draws": self._way.draws, "local": self._local})
+            except AttachError as error:
+                raise ExchangeError(f"in the first step after a load: {error}") from None
+        self._compared = True
 
     def _scaler(self) -> tuple[float, list[bool]]:
         """What a GradScaler left here: a factor that gradients must be multiplied with, and whether it met a bad one."""
@@ -343,13 +355,45 @@ class LocalUpdates(Optimizer):
         with torch.no_grad(), self._closing():
             return checkpoint.folded(self)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of either kind. Local; refuses what does not fit, changing nothing."""
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a state of either kind. Local; refuses what does not fit, changing nothing.
+
+        If the number of ranks has changed: from a folded state, or from a list with the exact ones of all old ranks.
+        """
         if self._place is not None:
             raise ExchangeError(f"load_state_dict() inside of at({self._place!r})")
         with torch.no_grad():
             checkpoint.load(self, state_dict)
         self._expect()
+
+    def save(self, folder: files.Where, kind: Literal["exact", "folded"] = "exact") -> None:
+        """Write `state_dict(kind)` as safetensors files: one a rank, or one in all, each whole or not at all."""
+        whole, world = self.state_dict(kind), self.exchange.world
+        if kind == "folded":
+            if world.members[0] == 0:
+                files.write(folder, files.name_of(None, world.size), whole, self.steps)
+            return
+        for rank in world.members:
+            own = {key: value for key, value in whole.items() if key.startswith((f"rank{rank}.", "shared."))}
+            files.write(folder, files.name_of(rank, world.size), own, self.steps)
+
+    def load(self, where: files.Where | Sequence[files.Where], *, key: str | None = None) -> None:
+        """Go on from files of `save`, or from a checkpoint of `torch.distributed.checkpoint`.
+
+        **A collective**: an error on all ranks if one of them cannot, or loads another step.
+        """
+        world, problem = self.exchange.world, None
+        try:
+            self.load_state_dict(files.read(where, world.members, world.size, key))
+        except StateError as error:  # the other ranks wait to hear of it
+            problem = error
+        if isinstance(world, TorchWorld):
+            try:
+                agree(world.parent, {"steps of the state": self.steps}, str(problem) if problem is not None else None)
+            except AttachError as error:
+                raise problem or StateError(str(error)) from None
+        if problem is not None:
+            raise problem
 
     def close(self) -> None:
         """End the exchange thread and give up the process groups. The parameters stay as they are."""

@@ -16,6 +16,9 @@ import numpy as np
 from numba.cpython.unsafe.numbers import trailing_zeros
 from numpy.typing import NDArray
 
+from thinwire.kernels.cpu._halves import BF16 as BF16
+from thinwire.kernels.cpu._halves import FP16 as FP16
+from thinwire.kernels.cpu._halves import FP32, narrow, widen
 from thinwire.kernels.cpu._jit import kernel
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -26,7 +29,6 @@ Outcome: TypeAlias = tuple[int, int, int]  # what is wrong, at which entry, the 
 
 LIMIT = 16  # a quotient of this size or more is not written in unary; the longest code then has 47 bits
 LARGEST_PARAMETER = 31
-FP32, FP16, BF16 = 1, 2, 3  # as in the header
 BLOCK = 1024  # entries that are decoded before they are added
 
 GOOD, ENDS_EARLY, PAST_THE_END, NOT_ASCENDING, TOO_MANY, TOO_FEW, LEFT_OVER = range(7)
@@ -41,50 +43,11 @@ _zeros: Any = trailing_zeros  # typed as an intrinsic with the compiler's own ar
 
 
 @kernel
-def _narrow(value: np.float32, coding: int) -> np.uint64:
-    """The bits of one value as written: nearest, ties to even, and never an infinity out of a finite value."""
-    bits = int(np.int64(np.float32(value).view(np.uint32)))
-    if coding == FP32:
-        return np.uint64(bits)
-    sign = (bits >> 16) & 0x8000
-    size = bits & 0x7FFFFFFF
-    if coding == BF16:
-        if size > 0x7F800000:
-            return np.uint64(sign | 0x7FC0)
-        return np.uint64(sign | min((size + 0x7FFF + ((size >> 16) & 1)) >> 16, 0x7F7F))
-    if size > 0x7F800000:
-        return np.uint64(sign | 0x7E00)
-    if size < 0x38800000:  # below 2**-14 fp16 is a multiple of 2**-24, which is the last place of 0.5
-        lifted = np.uint32(size).view(np.float32) + np.float32(0.5)
-        return np.uint64(sign | (np.int64(np.float32(lifted).view(np.uint32)) - 0x3F000000))
-    return np.uint64(sign | min((size - 0x38000000 + 0xFFF + ((size >> 13) & 1)) >> 13, 0x7BFF))
-
-
-@kernel
-def _widen(bits: np.uint64, coding: int) -> np.float32:
-    """The value that the bits stand for; exact."""
-    if coding == FP32:
-        return np.uint32(bits).view(np.float32)
-    if coding == BF16:
-        return np.uint32(bits << _16).view(np.float32)
-    half = int(np.int64(bits))
-    sign = (half & 0x8000) << 16
-    exponent = half & 0x7C00
-    size = (half & 0x7FFF) << 13
-    if exponent == 0x7C00:
-        return np.uint32(sign | (size + 0x70000000)).view(np.float32)
-    if exponent == 0:  # a difference of two normal numbers, so that flushing of denormals does not matter
-        small = np.uint32(size + 0x38800000).view(np.float32) - np.uint32(0x38800000).view(np.float32)
-        return np.uint32(sign | np.int64(np.float32(small).view(np.uint32))).view(np.float32)
-    return np.uint32(sign | (size + 0x38000000)).view(np.float32)
-
-
-@kernel
 def _value(data: Bytes, at: np.uint64, coding: int) -> np.float32:
     bits = np.uint64(data[at]) | (np.uint64(data[at + _1]) << _8)
     if coding == FP32:
         bits |= (np.uint64(data[at + _2]) << _16) | (np.uint64(data[at + _3]) << _24)
-    return _widen(bits, coding)
+    return widen(bits, coding)
 
 
 @kernel
@@ -93,7 +56,7 @@ def write_values(values: Floats, kept: Kept, coding: int, data: Bytes, at: int) 
     place = np.uint64(at)
     for begin, end in kept:
         for i in range(begin, end):
-            bits = _narrow(values[i], coding)
+            bits = narrow(values[i], coding)
             data[place] = np.uint8(bits)
             data[place + _1] = np.uint8(bits >> _8)
             if coding == FP32:
@@ -118,7 +81,27 @@ def read_values(data: Bytes, at: int, entries: int, coding: int, values: Floats)
 def rounded(values: Floats, coding: int, out: Floats) -> None:
     """`out[i]` is what the receiver will see of `values[i]`.  Memory: one read, one write."""
     for i in range(values.size):
-        out[i] = _widen(_narrow(values[i], coding), coding)
+        out[i] = widen(narrow(values[i], coding), coding)
+
+
+@kernel
+def take_rounded(
+    residual: Floats, indices: Indices, coding: int, limit: float, words: NDArray[np.uint16], values: Floats
+) -> None:
+    """Take what 16 bits can say of `residual[indices[i]]` and leave the rest there.
+
+    `words[i]` is that element, within +-limit and rounded; `values[i]` is what it stands for.
+    residual float32 (n,), indices int32 (k,), distinct, words uint16 (k,), values float32 (k,).
+    Memory: k cache lines read and written.
+    """
+    most = np.float32(limit)
+    for i in range(indices.size):
+        j = indices[i]
+        bits = narrow(min(max(residual[j], -most), most), coding)
+        sent = widen(bits, coding)
+        words[i] = np.uint16(bits)
+        values[i] = sent
+        residual[j] -= sent
 
 
 # --- indices: write --------------------------------------------------------------------------------------------------
@@ -142,31 +125,42 @@ def _code_bits(gap: int, parameter: int, width: int) -> int:
 @kernel
 def rice_bits(indices: Indices, kept: Kept, parameter: int, width: int) -> int:
     """Bits of the kept entries in Rice coding; `width` is the number of bits of the largest possible gap."""
-    bits = 0
+    return _rice_bits_of_three(indices, kept, parameter, width)[1]
+
+
+@kernel
+def _rice_bits_of_three(indices: Indices, kept: Kept, parameter: int, width: int) -> tuple[int, int, int]:
+    """With one parameter less, with this one, and with one more, where there are.  Memory: one read of the entries."""
+    below, above = max(parameter - 1, 0), min(parameter + 1, LARGEST_PARAMETER)
+    fewer, same, more = 0, 0, 0
     previous = -1
     for begin, end in kept:
-        for i in range(begin, end):
-            index = int(indices[i])
-            bits += _code_bits(index - previous - 1, parameter, width)
-            previous = index
-    return bits
+        if begin == end:
+            continue
+        gap = int(indices[begin]) - previous - 1
+        fewer += _code_bits(gap, below, width)
+        same += _code_bits(gap, parameter, width)
+        more += _code_bits(gap, above, width)
+        for i in range(begin + 1, end):  # each gap by itself, so that several are done at once
+            gap = int(indices[i]) - int(indices[i - 1]) - 1
+            fewer += _code_bits(gap, below, width)
+            same += _code_bits(gap, parameter, width)
+            more += _code_bits(gap, above, width)
+        previous = int(indices[end - 1])
+    return fewer, same, more
 
 
 @kernel
 def rice_parameter(indices: Indices, kept: Kept, parameter: int, width: int) -> tuple[int, int]:
-    """The best parameter downhill from `parameter`, and its bits.  Memory: three reads of the entries, seldom more."""
-    least = rice_bits(indices, kept, parameter, width)
-    for step in (1, -1):
-        first = parameter
-        while 0 <= parameter + step <= LARGEST_PARAMETER:
-            bits = rice_bits(indices, kept, parameter + step, width)
-            if bits >= least:
-                break
-            least = bits
-            parameter += step
-        if parameter != first:
-            break
-    return parameter, least
+    """The best parameter downhill from `parameter`, and its bits.  Memory: one read of the entries, seldom more."""
+    fewer, same, more = _rice_bits_of_three(indices, kept, parameter, width)
+    while more < same:
+        parameter += 1
+        fewer, same, more = _rice_bits_of_three(indices, kept, parameter, width)
+    while fewer < same:
+        parameter -= 1
+        fewer, same, more = _rice_bits_of_three(indices, kept, parameter, width)
+    return parameter, same
 
 
 @kernel

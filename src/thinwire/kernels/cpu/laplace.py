@@ -8,6 +8,7 @@ order.  Float sums are float64, tile by tile of 4096 in order; equal to `referen
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.kernels.cpu._halves import FP32, narrow, widen
 from thinwire.kernels.cpu._jit import kernel
 from thinwire.kernels.cpu._masks import BLOCK, ONE, block_mask, count_bits, lowest_bit
 
@@ -21,6 +22,7 @@ TILE = 4096
 LANES = 64  # independent partial sums, so that the sum of a tile is vectorised in an order that is written down
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
+_TWO, _THREE, _BLOCK = np.uint64(2), np.uint64(3), np.uint64(BLOCK)
 
 
 @kernel
@@ -115,6 +117,7 @@ def measure(x: Floats) -> tuple[float, float, int]:
 def _select_tile(bits: Words, tile: int, above: np.int32, indices: Indices, wanted: int) -> int:
     """Append the places of one tile whose magnitude has at least the bits `above`; the new number wanted."""
     end = min(tile + TILE, bits.size)
+    at, room = np.uint64(wanted), np.uint64(indices.size)  # unsigned: no test for a negative index
     for place in range(tile, end, BLOCK):
         if place + BLOCK <= bits.size:
             mask = block_mask(bits, place, above)
@@ -122,23 +125,24 @@ def _select_tile(bits: Words, tile: int, above: np.int32, indices: Indices, want
             mask = np.uint64(0)
             for i in range(place, end):
                 mask |= np.uint64(bits[i] & _MAGNITUDE >= above) << np.uint64(i - place)
-        total = wanted + count_bits(mask)
-        if wanted + BLOCK <= indices.size:
+        base = np.int32(place)
+        total = at + np.uint64(count_bits(mask))
+        if at + _BLOCK <= room:
             # Three stores whether or not there is something to store: a branch on "0, 1, 2 or 3 of 64" is guessed
             # wrong too often.  What they write too much is overwritten later or lies beyond the written count.
-            indices[wanted] = place + lowest_bit(mask)
+            indices[at] = base + np.int32(lowest_bit(mask))
             mask &= mask - ONE
-            indices[wanted + 1] = place + lowest_bit(mask)
+            indices[at + ONE] = base + np.int32(lowest_bit(mask))
             mask &= mask - ONE
-            indices[wanted + 2] = place + lowest_bit(mask)
+            indices[at + _TWO] = base + np.int32(lowest_bit(mask))
             mask &= mask - ONE
-            wanted += 3
-        while mask != 0 and wanted < indices.size:
-            indices[wanted] = place + lowest_bit(mask)
+            at += _THREE
+        while mask != 0 and at < room:
+            indices[at] = base + np.int32(lowest_bit(mask))
             mask &= mask - ONE
-            wanted += 1
-        wanted = total
-    return wanted
+            at += ONE
+        at = total
+    return np.int64(at)  # type: ignore[return-value]
 
 
 @kernel
@@ -175,6 +179,37 @@ def accumulate_collect(
         good = _add_tile(residual, gradient, tile, good)
         wanted, tile_excess = _collect_tile(residual, tile, threshold, indices, values, wanted)
         excess += tile_excess
+    return finite, wanted, excess
+
+
+@kernel
+def accumulate_take(
+    residual: Floats, gradient: Floats, threshold: float, coding: int, indices: Indices, values: Floats
+) -> tuple[bool, int, float]:
+    """As `accumulate_collect`, but what is listed is taken at once, while its tile is in the cache.
+
+    `values` are what the receiver will see under `coding` (1 fp32, 2 fp16, 3 bf16); the rounding stays in `residual`.  The
+    excess is that of the elements themselves.  Memory: one pass (2 reads, 1 write).
+    """
+    finite = True
+    wanted = 0
+    excess = 0.0
+    bits = residual.view(np.int32)
+    above = np.float32(threshold).view(np.int32) + np.int32(1)
+    good = _sum_is_finite(residual[:TILE], gradient[:TILE])
+    for tile in range(0, residual.size, TILE):
+        finite &= good
+        good = _add_tile(residual, gradient, tile, good)
+        total = _select_tile(bits, tile, above, indices, wanted)
+        tile_excess = 0.0
+        for i in range(wanted, min(total, indices.size)):
+            value = residual[indices[i]]
+            tile_excess += np.float64(abs(value)) - threshold
+            sent = widen(narrow(value, coding), coding) if coding != FP32 else value
+            values[i] = sent
+            residual[indices[i]] = value - sent
+        excess += tile_excess
+        wanted = total
     return finite, wanted, excess
 
 

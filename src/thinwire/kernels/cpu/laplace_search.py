@@ -1,9 +1,11 @@
 """Top-k by threshold: which threshold, found in how few passes (specification `laplace`, sections 1.3, 4 and 5).
 
-The usual step is one streaming pass: with the threshold of the step before, lowered a little, `accumulate_collect`
-adds the gradient and keeps a short list of candidates; all else happens on that list.  Only the first step, and one in
-which the list turns out too short or too long, reads the vector again.  Every search ends: after `MAX_PASSES` counting
-passes the bits of the magnitudes decide, which takes three passes at most, whatever the data.
+The usual step is one streaming pass: with the threshold of the step before `accumulate_take` adds the gradient and takes
+what lies above it, tile by tile; if their number is within the tolerance, that was all.  Where the threshold moves too fast
+for that, and for an exact choice, it is lowered a little, and `accumulate_collect` keeps a short list of candidates; all
+else happens on that list.  Only the first step, and one in which the list turns out too short or too long, reads the vector
+again.  Every search ends: after `MAX_PASSES` counting passes the bits of the magnitudes decide, which takes three passes at
+most, whatever the data.
 """
 
 import math
@@ -21,7 +23,8 @@ MAX_PASSES = 6
 _BINS = 2048  # 11 of the 31 bits of a magnitude at a time
 _LARGEST = float(np.finfo(np.float32).max)
 _LISTED = 2.0  # candidates aimed at, as a multiple of k
-_TREND = 0.5  # part of the last step's drift that the next one is expected to repeat
+_SURE = 0.6  # part of the tolerance within which a guess must have been for the next one to be taken at its word
+_TREND = 0.5  # weight of the last step in the drift
 
 
 class Warm(NamedTuple):
@@ -30,7 +33,8 @@ class Warm(NamedTuple):
     threshold: float = 0.0  # the best guess of the threshold for exactly k
     tail: float = 0.0  # how much lower the threshold for e k is: the scale of the tail there; 0 is cold
     k: int = 0
-    drift: float = 0.0  # how much the threshold rose in the last step
+    drift: float = 0.0  # how much the threshold has risen of late, a step
+    steady: bool = False  # whether the guess for the last step would have done
 
 
 class Cut(NamedTuple):
@@ -49,6 +53,7 @@ class Picked(NamedTuple):
     taken: int
     warm: Warm
     passes: int  # over the whole vector, beside the pass that accumulates
+    rounded: bool = False  # whether values are already as the coding has them, and their rounding is in the residual
 
 
 def accumulate_pick(
@@ -60,6 +65,7 @@ def accumulate_pick(
     values: Floats,
     tolerance: float = 0.2,
     exact: bool = False,
+    coding: int = 1,
 ) -> Picked:
     """`residual += gradient`, then move about k of its largest magnitudes to `indices` and `values`, ascending.
 
@@ -67,9 +73,10 @@ def accumulate_pick(
     [(1 - tolerance) k, (1 + tolerance) k].  It is exactly k where ties allow no such threshold, and with `exact`; both
     take the lowest index first among equals.  It is the number of non-zeros where there are no more.  The capacity
     must hold that count; 8 k makes a second look at the vector rare, and n makes it impossible.  When the sum is not
-    finite nothing is taken and `warm` stays.
+    finite nothing is taken and `warm` stays.  Where the first guess does, values are rounded as `coding` sends them.
 
-    Memory: one pass when warm (2 reads, 1 write) and `taken` cache lines; each of `passes` reads the vector once more.
+    Memory: one pass when warm (2 reads, 1 write), and `taken` cache lines where the first guess did not do; each of `passes`
+    reads the vector once more.
     """
     low = k if exact else max(1, math.ceil((1.0 - tolerance) * k))
     high = k if exact else math.floor((1.0 + tolerance) * k)
@@ -83,8 +90,16 @@ def accumulate_pick(
     window = (k, min(2 * k, room)) if exact else (low, high)
     cut = listed = None
     if residual.size <= room or warm.tail > 0.0:
-        bottom = 0.0 if residual.size <= room else _below(warm, k)
-        finite, wanted, excess = sliced.accumulate_collect(residual, gradient, bottom, indices, values)
+        if residual.size > room and warm.steady and warm.k == k and not exact:
+            bottom = _rounded(_expected(warm))
+            done, finite, wanted, excess = sliced.accumulate_take(
+                residual, gradient, bottom, window, coding, indices, values
+            )
+            if done:
+                return Picked(True, wanted, _follow(warm, wanted, bottom), 0, rounded=True)
+        else:
+            bottom = 0.0 if residual.size <= room else _below(warm, k)
+            finite, wanted, excess = sliced.accumulate_collect(residual, gradient, bottom, indices, values)
         listed = Cut(bottom, 0, wanted, 0)
         if finite and (wanted > room or (wanted < low and bottom > 0.0)):
             cut = _search_again(residual, k, window, listed, excess / max(1, min(wanted, room)))
@@ -110,16 +125,37 @@ def accumulate_pick(
         start = bottom + excess / wanted * math.log(wanted / k)
         cut = search(values, k, window, bottom, _LARGEST, start)
     taken, excess = laplace.take_above(residual, indices, values, cut.threshold, cut.ties)
-    return Picked(True, taken, _keep(warm, k, taken, cut.threshold, excess, listed), passes)
+    return Picked(True, taken, _keep(warm, k, taken, cut.threshold, excess, listed, tolerance), passes)
+
+
+def _expected(warm: Warm) -> float:
+    return max(0.0, warm.threshold + warm.drift)
+
+
+def _follow(warm: Warm, taken: int, threshold: float) -> Warm:
+    """The threshold did: correct it for the next step along the slope that the last list gave.
+
+    By half of what that slope asks for, and the slope itself by the root of the change: a slope that is out of date would
+    otherwise let the count swing. Where it is still too wrong the count misses, and there is a new list.
+    """
+    guess = max(0.0, threshold + 0.5 * warm.tail * math.log(taken / warm.k))
+    tail = warm.tail * math.sqrt(guess / warm.threshold) if guess > 0.0 < warm.threshold else warm.tail
+    return Warm(guess, tail, warm.k, _drift(warm, guess), True)
+
+
+def _drift(warm: Warm, guess: float) -> float:
+    """What to expect of the next step: an average over the last ones."""
+    return warm.drift + _TREND * (guess - warm.threshold - warm.drift)
 
 
 def _below(warm: Warm, k: int) -> float:
     """Where to start the list: the threshold above which the tail should have some more than k elements."""
-    expected = warm.threshold + _TREND * warm.drift
-    return _rounded(max(0.0, expected + warm.tail * math.log(warm.k / (_LISTED * k))))
+    return _rounded(max(0.0, _expected(warm) + warm.tail * math.log(warm.k / (_LISTED * k))))
 
 
-def _keep(warm: Warm, k: int, taken: int, threshold: float, excess: float, listed: Cut | None) -> Warm:
+def _keep(
+    warm: Warm, k: int, taken: int, threshold: float, excess: float, listed: Cut | None, tolerance: float
+) -> Warm:
     """For the next step: the tail's scale from two counts where there are two, else from the mean excess.
 
     The mean excess is the scale of the whole tail above the threshold; where a few large values rule it, as with heavy
@@ -133,7 +169,10 @@ def _keep(warm: Warm, k: int, taken: int, threshold: float, excess: float, liste
         if abs(ratio) > 0.1:
             tail = (threshold - listed.threshold) / ratio
     guess = max(0.0, threshold + tail * math.log(taken / k))
-    return Warm(guess, tail, k, guess - warm.threshold if warm.k == k else 0.0)
+    if warm.k != k or tail <= 0.0:
+        return Warm(guess, tail, k)
+    missed = abs(guess - _expected(warm)) / tail  # logarithm of the share by which the count at the guess was off
+    return Warm(guess, tail, k, _drift(warm, guess), missed < _SURE * math.log1p(tolerance))
 
 
 def _search_cold(x: Floats, k: int, window: tuple[int, int], total: float, largest: float, nonzero: int) -> Cut:

@@ -17,6 +17,7 @@ Offsets = NDArray[np.int64]
 TILE = 4096
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
+_TWO, _BLOCK = np.uint64(2), np.uint64(BLOCK)
 
 
 @kernel
@@ -30,6 +31,7 @@ def _sum_is_finite(residual: Floats, gradient: Floats) -> bool:
 @kernel
 def _select(bits: Words, first: int, last: int, threshold: np.int32, start: int, indices: Indices, wanted: int) -> int:
     """Append the places in [first, last) whose magnitude reaches the threshold; the new number wanted."""
+    room = np.uint64(indices.size)
     for place in range(first, last, BLOCK):
         if place + BLOCK > bits.size:
             for i in range(place, last):
@@ -41,20 +43,21 @@ def _select(bits: Words, first: int, last: int, threshold: np.int32, start: int,
         mask = block_mask(bits, place, threshold)
         if place + BLOCK > last:
             mask &= (ONE << np.uint64(last - place)) - ONE
-        total = wanted + count_bits(mask)
-        if wanted + BLOCK <= indices.size:
+        base = np.int32(place - start)
+        at = np.uint64(wanted)  # unsigned: no test for a negative index
+        wanted += count_bits(mask)
+        if at + _BLOCK <= room:
             # Two stores whether or not there is something to store: a branch on "0, 1 or 2 of 64" is guessed wrong too
             # often.  What they write too much is overwritten by the next block or lies beyond the written count.
-            indices[wanted] = place + lowest_bit(mask) - start
+            indices[at] = base + np.int32(lowest_bit(mask))
             mask &= mask - ONE
-            indices[wanted + 1] = place + lowest_bit(mask) - start
+            indices[at + ONE] = base + np.int32(lowest_bit(mask))
             mask &= mask - ONE
-            wanted += 2
-        while mask != 0 and wanted < indices.size:
-            indices[wanted] = place + lowest_bit(mask) - start
+            at += _TWO
+        while mask != 0 and at < room:
+            indices[at] = base + np.int32(lowest_bit(mask))
             mask &= mask - ONE
-            wanted += 1
-        wanted = total
+            at += ONE
     return wanted
 
 

@@ -101,19 +101,68 @@ def accumulate_collect(
     residual: Floats, gradient: Floats, threshold: float, indices: Indices, values: Floats
 ) -> tuple[bool, int, float]:
     """`laplace.accumulate_collect`; where more is wanted than fits, the excess is estimated from the whole slices that fit."""
+
+    def collect(a: int, b: int, found: Indices, their: Floats) -> tuple[bool, int, float]:
+        return laplace.accumulate_collect(residual[a:b], gradient[a:b], threshold, found, their)
+
+    finite, wanted, excess, _ = _listing(residual.size, collect, indices, values)
+    return finite, wanted, excess
+
+
+def accumulate_take(
+    residual: Floats,
+    gradient: Floats,
+    threshold: float,
+    window: tuple[int, int],
+    coding: int,
+    indices: Indices,
+    values: Floats,
+) -> tuple[bool, bool, int, float]:
+    """`laplace.accumulate_take` if as many elements as the window says lie above the threshold, else `accumulate_collect`.
+
+    Returns (taken, finite, wanted, excess). What was taken in vain is put back, exactly where 16 bits could hold it.
+    """
+
+    def take(a: int, b: int, found: Indices, their: Floats) -> tuple[bool, int, float]:
+        return laplace.accumulate_take(residual[a:b], gradient[a:b], threshold, coding, found, their)
+
+    finite, wanted, excess, parts = _listing(residual.size, take, indices, values)
+    low, high = window
+    taken = finite and low <= wanted <= min(high, indices.size)
+    if not taken:
+        for places, sent in parts:
+            basic.put_back(residual, places, sent)
+        written = indices[: min(wanted, indices.size)]
+        values[: written.size] = residual[written]
+    return taken, finite, wanted, excess
+
+
+def _listing(
+    size: int,
+    work: Callable[[int, int, Indices, Floats], tuple[bool, int, float]],
+    indices: Indices,
+    values: Floats,
+) -> tuple[bool, int, float, list[tuple[Indices, Floats]]]:
+    """A pass that lists elements, slice by slice, into `indices` and `values`; and what each slice has listed itself."""
     room = indices.size
 
-    def work(a: int, b: int) -> tuple[bool, int, float, Indices, Floats]:
-        found, their = np.empty(min(b - a, room), np.int32), np.empty(min(b - a, room), np.float32)
-        finite, wanted, excess = laplace.accumulate_collect(residual[a:b], gradient[a:b], threshold, found, their)
+    def listed(a: int, b: int, found: Indices, their: Floats) -> tuple[bool, int, float, Indices, Floats]:
+        finite, wanted, excess = work(a, b, found, their)
         kept = min(wanted, found.size)
         found[:kept] += np.int32(a)
         return finite, wanted, excess, found[:kept], their[:kept]
 
+    def apart(a: int, b: int) -> tuple[bool, int, float, Indices, Floats]:
+        count = min(b - a, room)
+        return listed(a, b, np.empty(count, np.int32), np.empty(count, np.float32))
+
     if _pool is None:
-        parts = _one_after_the_other(residual, gradient, threshold, indices, values)
+        parts, at = [], 0
+        for a in range(0, size, SLICE):  # each writes where the one before has ended
+            parts.append(listed(a, min(a + SLICE, size), indices[at:], values[at:]))
+            at += parts[-1][3].size
     else:
-        parts = each_slice(residual.size, work)
+        parts = each_slice(size, apart)
         _join([part[3] for part in parts], indices)
         _join([part[4] for part in parts], values)
     wanted, counted, excess = 0, 0, 0.0
@@ -123,24 +172,7 @@ def accumulate_collect(
             counted, excess = wanted, excess + part[2]
     if wanted > room:
         excess *= room / max(counted, 1)
-    return all(part[0] for part in parts), wanted, excess
-
-
-def _one_after_the_other(
-    residual: Floats, gradient: Floats, threshold: float, indices: Indices, values: Floats
-) -> list[tuple[bool, int, float, Indices, Floats]]:
-    """Slices of one thread write where the one before has ended."""
-    parts = []
-    at = 0
-    for a in range(0, residual.size, SLICE):
-        b = min(a + SLICE, residual.size)
-        found, their = indices[at:], values[at:]
-        finite, wanted, excess = laplace.accumulate_collect(residual[a:b], gradient[a:b], threshold, found, their)
-        kept = min(wanted, found.size)
-        found[:kept] += np.int32(a)
-        parts.append((finite, wanted, excess, found[:kept], their[:kept]))
-        at += kept
-    return parts
+    return all(part[0] for part in parts), wanted, excess, [part[3:] for part in parts]
 
 
 def _join(parts: list[NDArray[np.generic]] | list[Indices] | list[Floats], out: NDArray[np.generic]) -> int:

@@ -7,14 +7,26 @@ same step as `torch.optim.SGD`, from `options`, float32 (5,) = lr, mu, decay, sc
 
 Equal to `reference.updates` bit for bit. The conditions inside the loops do not depend on the element: the compiler makes a
 vectorised loop of each case.
+
+The kernels whose names begin with `all_` do the same to all parameters in one call, since a call with seven arrays costs as
+much as a small parameter. They find the arrays by their addresses:
+
+    rows     int64 (parameters, 6): shared, error, momentum (0 where there is none), gradient, point, elements
+    options  float32 (parameters, 5)
+    places   int64 (blocks, 4): row, offset in the buffer, length, start in the parameter
+
+The caller keeps what the addresses point to alive.
 """
 
 import numpy as np
+from numba import carray  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
 from thinwire.kernels.cpu._jit import kernel
+from thinwire.kernels.cpu._masks import pointer_to
 
 Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _LARGEST = np.float32(np.finfo(np.float32).max)
@@ -129,3 +141,55 @@ def settle(shared: Floats, error: Floats, point: Floats, start: int, mean: Float
             shared[begin + i] = value
             error[begin + i] = np.float32(0.0)
             point[begin + i] = value
+
+
+@kernel
+def _at(address: int, elements: int) -> Floats:
+    return carray(pointer_to(address), elements)
+
+
+@kernel
+def largest_at(address: int, elements: int) -> float:
+    """`largest` of the numbers at an address."""
+    return largest(_at(address, elements))
+
+
+@kernel
+def _momentum(row: Integers) -> Floats:
+    return _at(row[2], row[5] if row[2] != 0 else 0)
+
+
+@kernel
+def all_pending(rows: Integers, options: Floats, places: Integers, out: Floats) -> None:
+    """`pending` of all places, each to its part of `out`.  Memory: the blocks."""
+    for k in range(places.shape[0]):
+        row, size, part = rows[places[k, 0]], rows[places[k, 0], 5], out[places[k, 1] : places[k, 1] + places[k, 2]]
+        error, gradient, point = _at(row[1], size), _at(row[3], size), _at(row[4], size)
+        pending(error, _momentum(row), gradient, point, options[places[k, 0]], places[k, 3], part)
+
+
+@kernel
+def all_advance(rows: Integers, options: Floats, strength: float) -> bool:
+    """`advance` of all parameters."""
+    good = True
+    for i in range(rows.shape[0]):
+        row, size = rows[i], rows[i, 5]
+        shared, error, gradient, point = _at(row[0], size), _at(row[1], size), _at(row[3], size), _at(row[4], size)
+        good &= advance(shared, error, _momentum(row), gradient, point, options[i], strength)
+    return good
+
+
+@kernel
+def all_drift(rows: Integers, options: Floats) -> None:
+    """`drift` of all parameters."""
+    for i in range(rows.shape[0]):
+        row, size = rows[i], rows[i, 5]
+        drift(_at(row[1], size), _momentum(row), _at(row[3], size), _at(row[4], size), options[i])
+
+
+@kernel
+def all_settle(rows: Integers, places: Integers, mean: Floats) -> None:
+    """`settle` of all places, each with its part of `mean`.  Memory: the blocks."""
+    for k in range(places.shape[0]):
+        row, size, part = rows[places[k, 0]], rows[places[k, 0], 5], mean[places[k, 1] : places[k, 1] + places[k, 2]]
+        settle(_at(row[0], size), _at(row[1], size), _at(row[4], size), places[k, 3], part)

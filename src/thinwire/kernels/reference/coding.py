@@ -23,6 +23,14 @@ def rounded(values: Tensor, coding: int) -> Tensor:
     return values.clamp(-largest, largest).to(TYPES[coding]).float()
 
 
+def take_rounded(residual: Tensor, indices: Tensor, coding: int, limit: float) -> tuple[Tensor, Tensor]:
+    """Take what 16 bits can say of the elements, within +-limit; the words, and what they stand for."""
+    found = residual[indices.long()]
+    words = found.clamp(-limit, limit).to(TYPES[coding])
+    residual[indices.long()] = found - words.float()
+    return words, words.float()
+
+
 def write_values(values: Tensor, coding: int) -> bytes:
     """The values as they stand in a message."""
     words = torch.int32 if coding == FP32 else torch.int16

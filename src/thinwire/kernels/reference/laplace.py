@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.reference.basic import TILE, accumulate
+from thinwire.kernels.reference.coding import rounded
 
 LANES = 64
 
@@ -67,6 +68,18 @@ def accumulate_collect(
     """`residual += gradient`, and collect the candidates `|residual| > threshold`: (finite, wanted, excess)."""
     finite = accumulate(residual, gradient)
     return finite, *collect(residual, threshold, 0, indices, values)
+
+
+def accumulate_take(
+    residual: Tensor, gradient: Tensor, threshold: float, coding: int, indices: Tensor, values: Tensor
+) -> tuple[bool, int, float]:
+    """As `accumulate_collect`, but what is listed is taken: its value under `coding`; the rounding stays."""
+    finite, wanted, excess = accumulate_collect(residual, gradient, threshold, indices, values)
+    written = min(wanted, indices.numel())
+    sent = rounded(values[:written], coding)
+    residual[indices[:written].long()] -= sent
+    values[:written] = sent
+    return finite, wanted, excess
 
 
 def count_above(x: Tensor, threshold: float) -> tuple[int, float]:

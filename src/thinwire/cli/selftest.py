@@ -1,0 +1,113 @@
+"""`thinwire selftest`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from .console import errors, failure, output
+
+if TYPE_CHECKING:
+    from ..lab.selftest import Outcome
+
+
+def selftest(
+    ranks: Annotated[int, typer.Option(help="How many to start, where torchrun has not started some.", min=1)] = 2,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Of torch.distributed; default: gloo, and NCCL beside it where there is CUDA."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Check thinwire on this machine, backend and network, in about a minute: laws, order, errors, roll-back, resume.
+
+    Starts two ranks here, or, under torchrun, uses those that there are:
+
+    thinwire selftest
+
+    torchrun --nnodes 2 --nproc-per-node 2 ... -m thinwire selftest
+    """
+    with errors():
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            raise typer.Exit(_as_rank(backend, json_file))
+        raise typer.Exit(_start(ranks, backend, json_file))
+
+
+def _start(ranks: int, backend: str | None, json_file: Path | None) -> int:
+    """Run it on ranks of this machine."""
+    from ..lab.launch import Job, Rank
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "thinwire", "selftest"]
+    command += ["--backend", backend] if backend else []
+    command += ["--json", str(json_file.absolute())] if json_file else []
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job = Job(
+        [
+            Rank(rank, command, {**os.environ, **shared, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(ranks)
+        ],
+        on_line=lambda rank, line: output.print(escape(line), soft_wrap=True),
+    )
+    try:
+        return job.wait().code
+    finally:
+        job.stop()
+
+
+def _as_rank(backend: str | None, json_file: Path | None) -> int:
+    """Run it as one of the ranks; only the first speaks."""
+    import torch
+    import torch.distributed as dist
+
+    from ..lab import selftest as checks
+    from ..lab.results import result, write
+
+    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=120))
+    except (ValueError, RuntimeError) as error:
+        raise failure(f"the ranks cannot meet on backend {backend!r}: {error}") from None
+    first = dist.get_rank() == 0
+    if first:
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        about = f"{dist.get_world_size()} ranks, {backend}, torch {torch.__version__}, CUDA devices here: {devices}"
+        output.print(about, soft_wrap=True)
+
+    def tell(outcome: Outcome) -> None:
+        if first:
+            verdict = "ok  " if outcome.good else "FAIL"
+            text = f"{verdict} {outcome.name:22} {outcome.seconds:5.1f} s  {outcome.text}"
+            output.print(escape(text), soft_wrap=True, style=None if outcome.good else "red")
+
+    outcomes = checks.run(tell)
+    bad = [outcome.name for outcome in outcomes if not outcome.good]
+    if first:
+        seconds = sum(outcome.seconds for outcome in outcomes)
+        verdict = f"FAILED: {', '.join(bad)}" if bad else f"passed: {len(outcomes)} checks in {seconds:.0f} s"
+        output.print(escape(verdict), soft_wrap=True, style="red" if bad else "green")
+        if json_file is not None:
+            rows = [
+                {"check": o.name, "good": o.good, "text": o.text, "seconds": round(o.seconds, 3)} for o in outcomes
+            ]
+            summary = {"ranks": dist.get_world_size(), "backend": backend, "passed": not bad}
+            write(json_file, result("selftest", rows, summary))
+    dist.destroy_process_group()
+    return 1 if bad else 0

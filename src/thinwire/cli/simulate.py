@@ -1,0 +1,183 @@
+"""`thinwire simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..errors import PlanError
+from ..lab.results import result, write
+from ..planner.choose import choose
+from ..planner.network import NETWORKS, parse_bytes_per_second
+from ..planner.profile import Profile
+from ..planner.simulation import Simulation
+from ..planner.whatif import elsewhere
+from . import planning
+from .console import console, errors, output
+from .plan import measured_row
+
+
+def simulate(
+    profile: Annotated[
+        Path | None, typer.Option(help="A job whose costs were measured, see docs/planning.md.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Or models of --profiles, on GPUs; several with commas, or all.")] = "all",
+    profiles: Annotated[Path | None, typer.Option(help="File of published backward profiles.")] = None,
+    network: Annotated[str, typer.Option(help="pcie-25g, nvlink-100g, or both with a comma.")] = ",".join(NETWORKS),
+    nodes: Annotated[str, typer.Option(help="Machines: 8, or 2,4,8, or 2..1024 for powers of two.")] = "8",
+    gpus: Annotated[int, typer.Option(help="GPUs in each.", min=1)] = 8,
+    intra: Annotated[str, typer.Option(help="Rate inside a machine, of each GPU, as in 300gbyte/s.")] = "",
+    inter: Annotated[str, typer.Option(help="Rate between machines, as in 25gbit; for --profile several.")] = "",
+    codec: Annotated[
+        list[str] | None, typer.Option(help="What may compress, one run each; a+b: either of two. Default: dgc.")
+    ] = None,
+    density: Annotated[float, typer.Option(help="Share of elements that sparse codecs send.")] = 0.01,
+    search: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(Simulation.SEARCHES),
+    cpu: Annotated[bool, typer.Option(help="Codecs may also run on the processor.")] = False,
+    max_compressions: Annotated[int, typer.Option(help="How often a tensor is compressed on its way.", min=0)] = 4,
+    forward: Annotated[float, typer.Option(help=planning.FORWARD_HELP, min=0)] = 0.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw step time over nodes to this .svg or .png.")] = None,
+) -> None:
+    """What a step would take on another cluster, by every search, and how far that is from no communication at all.
+
+    Examples:
+
+    thinwire simulate --profiles profiles.json --model bert_large --nodes 2..1024 --plot scaling.svg
+
+    thinwire simulate --profile profile.json --nodes 2..64 --inter 1gbit,25gbit
+    """
+    with errors():
+        sizes = planning.numbers(nodes)
+        if profile is not None:
+            rows = _measured(Profile.load(profile), sizes, inter)
+        else:
+            data = planning.published(profiles)
+            models = list(data.models) if model == "all" else [name.strip() for name in model.split(",")]
+            searches = [name.strip() for name in search.split(",")]
+            for name in searches:
+                if name not in Simulation.SEARCHES:
+                    raise PlanError(f"there is no search {name!r}; there are: {', '.join(Simulation.SEARCHES)}")
+            runs = [
+                (data.model(name), name, planning.network(net.strip(), size, gpus, intra, inter), text)
+                for text in codec or ["dgc"]
+                for net in (network.split(",") if not (intra and inter) else [next(iter(NETWORKS))])
+                for name in models
+                for size in sizes
+            ]
+            chosen = {text: planning.codecs(data, text.split("+"), density) for text in codec or ["dgc"]}
+            planning.ready()
+            rows = []
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=console, transient=True) as progress:
+                task = progress.add_task("searches", total=len(runs) * len(searches))
+                for tensors, name, where, text in runs:
+                    backward = 1e-6 * sum(tensor.microseconds for tensor in tensors)
+                    simulation = Simulation(
+                        name,
+                        tensors,
+                        chosen[text],
+                        where,
+                        forward=forward * backward,
+                        cpu=cpu,
+                        max_compressions=max_compressions,
+                    )
+                    dense = simulation.search("fp32").seconds
+                    for each in searches:
+                        rows.append(planning.row(simulation, simulation.search(each), dense, text))
+                        progress.advance(task)
+        _show(rows)
+        if profile is None:
+            console.print(planning.SOURCES, soft_wrap=True)
+        if json_file is not None:
+            write(json_file, result("simulate", rows, {"forward_share": forward, "density": density, "cpu": cpu}))
+        if plot is not None:
+            _plot(plot, rows)
+
+
+def _measured(job: Profile, sizes: Sequence[int], inter: str) -> list[dict[str, Any]]:
+    if not inter:
+        raise PlanError("--profile needs --inter, the rate of the links of the other cluster, as in --inter 25gbit")
+    planning.ready()
+    rows = []
+    for text in inter.split(","):
+        for size in sizes:
+            made = choose(elsewhere(job, size, parse_bytes_per_second(text)))
+            row = measured_row(made)
+            codecs = dict.fromkeys(group.codec for group in made.groups)
+            rows.append(
+                {
+                    **row,
+                    "search_cpu_seconds": row["search_seconds"],
+                    "network": f"{size}x1 {text.strip()}",
+                    "codec": "+".join(codecs),
+                }
+            )
+    return rows
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    searches = list(dict.fromkeys(row["search"] for row in rows))
+    table = Table(
+        title="milliseconds a step; in brackets those of processor time that the search took", title_justify="left"
+    )
+    for column in (
+        "model",
+        "network",
+        "codec",
+        "bound",
+        "fp32",
+        *(name for name in searches if name != "fp32"),
+        "scaling",
+    ):
+        table.add_column(column, justify="left" if column in ("model", "network", "codec") else "right", no_wrap=True)
+    for key in dict.fromkeys((row["model"], row["network"], row["codec"]) for row in rows):
+        mine = {row["search"]: row for row in rows if (row["model"], row["network"], row["codec"]) == key}
+        first, last = next(iter(mine.values())), list(mine.values())[-1]
+        cells = [_cell(mine[name]) for name in searches if name != "fp32"]
+        table.add_row(
+            *key,
+            f"{1e3 * first['bound_seconds']:.1f}",
+            f"{1e3 * first['dense_seconds']:.1f}",
+            *cells,
+            f"{last['scaling_factor']:.3f}",
+        )
+    (output if output.is_terminal else Console(highlight=False, width=180)).print(table)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    spent = row.get("search_cpu_seconds", row["search_seconds"])
+    return f"{1e3 * row['predicted_seconds']:.1f} [{1e3 * spent:.0f}]"
+
+
+def _plot(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Step time over nodes, one panel a model, one line a search and network."""
+    try:
+        from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise PlanError(f"{str(path)!r} is not drawn: a plot needs matplotlib (pip install matplotlib)") from None
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(7, 1 + 3.5 * len(models)), layout="constrained")
+    for axes, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
+        mine = [row for row in rows if row["model"] == model]
+        links = [row["network"].split(" ", 1)[-1] for row in mine]
+        for search, link, codec in dict.fromkeys(
+            (row["search"], link, row["codec"]) for row, link in zip(mine, links, strict=True)
+        ):
+            points = {
+                row["nodes"]: 1e3 * row["predicted_seconds"]
+                for row, other in zip(mine, links, strict=True)
+                if (row["search"], other, row["codec"]) == (search, link, codec)
+            }
+            axes.plot(list(points), list(points.values()), marker="o", label=f"{search}, {codec}, {link}")
+        axes.axhline(1e3 * mine[0]["bound_seconds"], color="grey", linestyle=":", label="no communication")
+        axes.set(title=model, xlabel="nodes", ylabel="ms a step", xscale="log", yscale="log")
+        axes.set_xticks(sorted({row["nodes"] for row in mine}), [str(n) for n in sorted({r["nodes"] for r in mine})])
+        axes.legend(fontsize="x-small")
+    figure.savefig(path)

@@ -1,0 +1,255 @@
+"""The plan for a measured job: groups, and a codec for each, by `predict`.
+
+The dynamic program of `pareto` gives the start, with the engine's costs as its numbers; from there single changes (another
+codec, a merge, a split, a border moved) are kept as long as `predict` says that the step becomes shorter. Among all plans
+within 2 % of the fastest, the one that loses least is taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import PlanError
+from . import pareto
+from .plan import VERSION, Plan, PlanGroup, PlanTensor, Quality
+from .predict import Job, Pieces, predict
+from .profile import CodecCost, Profile
+
+SLACK = 0.02
+"""How much slower than the fastest a plan may be that loses less."""
+
+LOSSES: dict[Quality, float] = {"lossless": 0.0, "high": 0.1, "fast": float("inf")}
+"""What a codec may lose of the gradient, relative and with error feedback on, to be considered at all."""
+
+DDP_FIRST, DDP_CAP = 1 << 20, 25 << 20
+"""Bytes of DDP's first bucket and of the others."""
+
+MOST_PREDICTIONS = 6000
+
+Group = tuple[int, int, int]
+"""First tensor, one past the last, number of the option."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    groups: tuple[Group, ...]
+    seconds: float
+    loss: float
+
+
+def choose(profile: Profile, *, quality: Quality = "fast", slack: float = SLACK) -> Plan:
+    """The plan for the job that this profile describes."""
+    if quality not in LOSSES:
+        raise PlanError(f"quality must be one of {', '.join(LOSSES)}, not {quality!r}")
+    if not 0.0 <= slack <= 1.0:
+        raise PlanError(f"slack must be between 0 and 1, not {slack}")
+    begun = time.perf_counter()
+    allowed = [cost for cost in profile.codecs if cost.loss <= LOSSES[quality]]
+    dense = next(at for at, cost in enumerate(allowed) if cost.codec == "dense" and not cost.chain)
+    search = _Search(profile, allowed)
+    plain = search.attempt(search.buckets(dense))
+    remarks = []
+    if profile.cluster.world == 1:
+        best = search.attempt([(0, len(profile.tensors), dense)])
+        remarks.append("one rank: there is nothing to exchange")
+    else:
+        best = search.least_loss(search.fastest(plain), plain, slack)
+        if len(allowed) == 1:
+            remarks.append(
+                f"quality {quality!r} allows no codec that the profile has costs of, so nothing is compressed"
+            )
+        elif all(option == dense for _, _, option in best.groups):
+            remarks.append(f"no codec makes the step more than {100 * slack:g} % shorter: nothing is compressed")
+    return _written(profile, search, best, plain.seconds, quality, time.perf_counter() - begun, remarks)
+
+
+def _written(
+    profile: Profile, search: _Search, best: _Try, dense: float, quality: Quality, spent: float, remarks: list[str]
+) -> Plan:
+    names = [tensor.name for tensor in profile.tensors]
+    costs = [search.options[option] for _, _, option in best.groups]
+    groups = [
+        PlanGroup(tuple(names[start:stop]), cost.codec, cost.chain)
+        for (start, stop, _), cost in zip(best.groups, costs, strict=True)
+    ]
+    found = predict(profile, groups)
+    return Plan(
+        version=VERSION,
+        fingerprint=profile.fingerprint,
+        model=profile.model,
+        cluster=profile.cluster,
+        quality=quality,
+        search="joint",
+        predicted_seconds=found.seconds,
+        bound_seconds=profile.compute,
+        dense_seconds=dense,
+        tensors=tuple(PlanTensor(t.name, t.shape or (t.elements,), t.dtype) for t in profile.tensors),
+        groups=tuple(
+            PlanGroup(group.names, group.codec, group.chain, operations)
+            for group, operations in zip(groups, found.operations, strict=True)
+        ),
+        loss=best.loss,
+        search_seconds=spent,
+        remarks=tuple(remarks),
+    )
+
+
+class _Search:
+    """All that is tried on one profile, and what it was predicted to take."""
+
+    def __init__(self, profile: Profile, options: Sequence[CodecCost]) -> None:
+        self.profile, self.options = profile, list(options)
+        self.job = Job(profile, self.options)
+        self.elements = np.array([tensor.elements for tensor in profile.tensors], np.float64)
+        self.total = np.concatenate([[0.0], np.cumsum(self.elements)])
+        self.ready = np.array([tensor.ready for tensor in profile.tensors])
+        energy = np.array([tensor.energy for tensor in profile.tensors])
+        weight = energy if energy.any() else self.elements
+        self.weight = np.concatenate([[0.0], np.cumsum(weight / max(weight.sum(), 1e-300))])
+        self._pieces: dict[Group, Pieces] = {}
+        self._tries: dict[tuple[Group, ...], _Try] = {}
+
+    def attempt(self, groups: Sequence[Group]) -> _Try:
+        """What a plan takes, and loses."""
+        key = tuple(groups)
+        if key not in self._tries:
+            parts = [self._of(group) for group in key]
+            pieces = Pieces(
+                *(
+                    np.concatenate([getattr(part, name) for part in parts])
+                    for name in ("rounds", "work", "wire", "latency")
+                )
+            )
+            ready = self.ready[[stop - 1 for _, stop, _ in key]]
+            loss = sum(
+                (self.weight[stop] - self.weight[start]) * self.options[option].loss for start, stop, option in key
+            )
+            self._tries[key] = _Try(key, self.job.seconds(ready, pieces), float(loss))
+        return self._tries[key]
+
+    def _of(self, group: Group) -> Pieces:
+        if group not in self._pieces:
+            start, stop, option = group
+            self._pieces[group] = self.job.pieces([option], self.total[[stop]] - self.total[start])
+        return self._pieces[group]
+
+    def buckets(self, option: int) -> list[Group]:
+        """As DDP would group the tensors by itself."""
+        found, start, size, cap = [], 0, 0.0, DDP_FIRST
+        for at, elements in enumerate(self.elements):
+            size += 4.0 * elements
+            if size >= cap or at + 1 == len(self.elements):
+                found.append((start, at + 1, option))
+                start, size, cap = at + 1, 0.0, DDP_CAP
+        return found
+
+    def fastest(self, plain: _Try) -> _Try:
+        """The fastest plan that the climbs from several starts come to."""
+        starts = [plain, self.attempt(self._seed(range(len(self.options))))]
+        for option in range(len(self.options)):
+            starts += [self.attempt(self.buckets(option)), self.attempt(self._seed([option]))]
+        starts.sort(key=lambda each: each.seconds)
+        climbed = [self._climb(start, _faster) for start in starts[:3]]
+        return min(climbed, key=lambda each: each.seconds)
+
+    def least_loss(self, fastest: _Try, plain: _Try, slack: float) -> _Try:
+        """Of the plans within `slack` of the fastest the one that loses least.
+
+        Starts are the fastest plan, all dense, and the best plan for each bound on what a codec may lose.
+        """
+        limit = fastest.seconds * (1 + slack)
+        starts = [fastest, plain]
+        for bound in sorted({cost.loss for cost in self.options}):
+            some = [at for at, cost in enumerate(self.options) if cost.loss <= bound]
+            start = self.attempt(self._seed(some))
+            starts.append(self._climb(start, _faster, only=some))
+            if starts[-1].seconds <= limit:
+                break
+        within = [start for start in starts if start.seconds <= limit]
+        within.sort(key=lambda each: (each.loss, each.seconds))
+
+        def better(new: _Try, old: _Try) -> bool:
+            if new.seconds > limit:
+                return False
+            return new.loss < old.loss - 1e-12 or (new.loss <= old.loss and new.seconds < old.seconds * (1 - 1e-6))
+
+        climbed = [self._climb(start, better) for start in within[:4]]
+        return min(climbed, key=lambda each: (each.loss, each.seconds))
+
+    def _climb(self, start: _Try, better: Callable[[_Try, _Try], bool], only: Sequence[int] | None = None) -> _Try:
+        """Change one thing after the other as long as that is better."""
+        best, budget = start, MOST_PREDICTIONS
+        moved = True
+        while moved and budget > 0:
+            moved = False
+            for groups in self._changes(best.groups, only if only is not None else range(len(self.options))):
+                new = self.attempt(groups)
+                budget -= 1
+                if better(new, best):
+                    best, moved = new, True
+                    break
+                if budget <= 0:
+                    break
+        return best
+
+    def _changes(self, groups: tuple[Group, ...], options: Sequence[int]) -> Iterator[list[Group]]:
+        """Every plan that is one step away."""
+        for at, (start, stop, option) in enumerate(groups):
+            before, after = list(groups[:at]), list(groups[at + 1 :])
+            for other in options:
+                if other != option:
+                    yield [*before, (start, stop, other), *after]
+            if after:
+                _, far, following = after[0]
+                yield [*before, (start, far, option), *after[1:]]
+                if following != option:
+                    yield [*before, (start, far, following), *after[1:]]
+                for step in (1, 2, 4, 8, 16, 32):
+                    if stop + step < far:
+                        yield [*before, (start, stop + step, option), (stop + step, far, following), *after[1:]]
+                    if stop - step > start:
+                        yield [*before, (start, stop - step, option), (stop - step, far, following), *after[1:]]
+            cuts = np.unique(
+                np.searchsorted(self.total, self.total[start] + (self.total[stop] - self.total[start]) * _PARTS)
+            )
+            for cut in (int(each) for each in cuts if start < each < stop):
+                for first, second in (
+                    (option, option),
+                    *((option, o) for o in options),
+                    *((o, option) for o in options),
+                ):
+                    if first == option or second == option:
+                        yield [*before, (start, cut, first), (cut, stop, second), *after]
+
+    def _seed(self, options: Sequence[int]) -> list[Group]:
+        """The dynamic program with the engine's costs: codec work and collectives delay backward by their contention, and
+        what a group does follows what the group before it does."""
+        lengths = pareto.lengths_up_to(len(self.elements), dense=8, growth=1.3)
+        contention = self.profile.contention
+        vectors, offsets, owners = [], [0], []
+        for stop in range(len(self.elements) + 1):
+            for length in lengths:
+                if length <= stop:
+                    for option in options:
+                        part = self._of((stop - int(length), stop, option))
+                        work, wire = float(part.work.sum()), float(part.wire.sum() + part.latency.sum())
+                        lead = float(part.work[0, 0]) * (1 + contention.codec)
+                        delay = contention.codec * work + contention.collective * wire
+                        vectors.append((lead, 0.0, delay, work - float(part.work[0, 0]) + wire))
+                        owners.append(option)
+                offsets.append(len(owners))
+        compute = np.diff(self.ready, prepend=0.0)
+        problem = pareto.Problem(compute, lengths, np.array(offsets), np.array(vectors))
+        found = pareto.solve(problem, limit=24, beams=())
+        return [(start, stop, owners[row]) for start, stop, row in found.groups]
+
+
+def _faster(new: _Try, old: _Try) -> bool:
+    return new.seconds < old.seconds * (1 - 1e-6)
+
+
+_PARTS = np.array([0.125, 0.25, 0.5, 0.75, 0.875])

@@ -1,0 +1,69 @@
+"""A cluster of machines with several GPUs each, as two links: inside a machine and between machines."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from ..errors import PlanError
+
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|byte|b)(?:/s|ps)?\s*", re.IGNORECASE)
+_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def parse_bytes_per_second(text: str) -> float:
+    """Of `"100gbit"`, `"25gbit/s"`, `"300gbyte/s"`."""
+    match = _RATE.fullmatch(text)
+    if match is None or match[3] == "b" or float(match[1]) <= 0:
+        raise PlanError(
+            f"rate {text!r} is not understood: write a number above 0 with mbit, gbit, mbyte or gbyte, "
+            f"like '100gbit' or '300gbyte/s'"
+        )
+    bits = 1.0 if match[3].lower() == "byte" else 8.0
+    return float(match[1]) * _PREFIX[match[2].lower()] / bits
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """`intra` and `inter` in bytes a second: of one GPU inside its machine, of one machine's network card.
+
+    The latencies are those of one step of a collective; p ranks in a ring take p - 1 of them.
+    """
+
+    nodes: int
+    gpus: int
+    intra: float
+    inter: float
+    intra_latency: float = 5e-6
+    inter_latency: float = 15e-6
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.gpus < 1:
+            raise PlanError(f"a cluster has at least one node with one GPU, not {self.nodes} with {self.gpus}")
+        for value in (self.intra, self.inter):
+            if not (math.isfinite(value) and value > 0):
+                raise PlanError(f"a link carries more than {value} bytes a second")
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.gpus
+
+    def at(self, nodes: int) -> Network:
+        return replace(self, nodes=nodes)
+
+    def __str__(self) -> str:
+        links = self.name or f"{_rate(self.intra)} inside, {_rate(self.inter)} between"
+        return f"{self.nodes}x{self.gpus} {links}"
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{8e-9 * bytes_per_second:g}gbit"
+
+
+NETWORKS = {
+    "pcie-25g": Network(8, 8, 10e9, 25e9 / 8, name="pcie-25g"),
+    "nvlink-100g": Network(8, 8, 120e9, 100e9 / 8, name="nvlink-100g"),
+}
+"""The two clusters of the Espresso paper, with the rates inside a machine that the specification calculates with."""

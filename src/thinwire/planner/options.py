@@ -1,0 +1,169 @@
+"""Every way to exchange a tensor of some size, and of these the ones that no other beats in everything.
+
+What a choice means for all other tensors is its four numbers (`recurrence`), so one that is not below another in any of them
+can be left out: of 4341 leaves one to about a dozen remain for each size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import PlanError
+from ..kernels.cpu._jit import kernel
+from ..schemes import tree
+from ..schemes.tree import Leaf
+from .costs import Floats, GpuCodec, Ints, programs, vectors
+from .network import Network
+from .recurrence import CPU, GPU, LEAD, SER
+
+EQUAL = 1 + 1e-14
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way: a leaf, and the codec that its Comps use (None where there is none)."""
+
+    leaf: Leaf
+    codec: GpuCodec | None
+
+    def __str__(self) -> str:
+        return f"{self.codec.name} via {self.leaf}" if self.codec is not None else str(self.leaf)
+
+
+@dataclass(slots=True)
+class Table:
+    """The ways that are left for each of several sizes: rows offsets[i] to offsets[i + 1] are those of size i."""
+
+    offsets: Ints
+    ids: Ints
+    vector: Floats
+
+    def rows(self, size: int) -> range:
+        return range(self.offsets[size], self.offsets[size + 1])
+
+
+class Menu:
+    """All ways on one network, by number; those that do not compress come first.
+
+    cpu               codecs may also run on the processor
+    max_compressions  how often a tensor may be compressed on its way
+    """
+
+    def __init__(
+        self, codecs: Sequence[GpuCodec], network: Network, *, cpu: bool = True, max_compressions: int = 4
+    ) -> None:
+        if max_compressions < 0:
+            raise PlanError(f"a tensor is compressed at least 0 times, not {max_compressions}")
+        self.network = network
+        self.options: list[Option] = []
+        self._parts: list[tuple[GpuCodec | None, NDArray[np.int8], Ints]] = []
+        self._add(None, _leaves("dense", 1))
+        for codec in codecs:
+            found = _leaves("summed" if codec.summed else "gathered", 2 if cpu else 1)
+            self._add(codec, tuple(leaf for leaf in found if leaf.compressions <= max_compressions))
+        self.dense = len(_leaves("dense", 1))
+
+    def _add(self, codec: GpuCodec | None, leaves: tuple[Leaf, ...]) -> None:
+        self.options += [Option(leaf, codec) for leaf in leaves]
+        self._parts.append((codec, *_programs(leaves)))
+
+    def vectors(self, sizes: Floats, only: Ints | None = None) -> Floats:
+        """[options, sizes, 4]; of `only` those options, in ascending order."""
+        found, start = [], 0
+        for codec, codes, lengths in self._parts:
+            stop = start + len(lengths)
+            if only is not None:
+                chosen = only[(only >= start) & (only < stop)] - start
+                codes, lengths = codes[chosen], lengths[chosen]
+            found.append(vectors(codes, lengths, sizes, codec, self.network))
+            start = stop
+        return np.concatenate(found)
+
+    def table(self, sizes: Sequence[float] | Floats, only: Ints | None = None) -> Table:
+        """What is left for each size after the comparison."""
+        values = np.asarray(sizes, np.float64)
+        found = self.vectors(values, only)
+        ids = np.arange(len(self.options)) if only is None else only
+        offsets = np.zeros(len(values) + 1, np.int64)
+        kept = np.zeros((len(values), found.shape[0]), np.int64)
+        _undominated(found, offsets, kept)
+        rows = np.concatenate([kept[i, : offsets[i + 1]] for i in range(len(values))])
+        owner = np.repeat(np.arange(len(values)), offsets[1:])
+        return Table(np.cumsum(offsets), ids[rows], np.ascontiguousarray(found[rows, owner]))
+
+    def candidates(self, low: float, high: float, points: int = 48) -> Ints:
+        """The options that are left for some size between two."""
+        grid = np.geomspace(max(low, 1.0), max(high, 2.0), points)
+        return np.unique(self.table(grid).ids)
+
+    @functools.cached_property
+    def gpu_only(self) -> Ints:
+        """The options that leave the processor alone."""
+        return np.flatnonzero([all(op.device != "cpu" for op in option.leaf.ops) for option in self.options])
+
+    @functools.cached_property
+    def on_cpu(self) -> dict[int, int]:
+        """To an option that leaves it alone the same chain with every codec operation on the processor."""
+        numbers = {(option.codec, str(option.leaf)): index for index, option in enumerate(self.options)}
+        found = {}
+        for (codec, chain), index in numbers.items():
+            moved = " ".join(f"{word}@cpu" if word in ("comp", "dec") else word for word in chain.split())
+            if "@cpu" not in chain and (codec, moved) in numbers:
+                found[index] = numbers[codec, moved]
+        return found
+
+
+@functools.cache
+def _leaves(kind: str, devices: int) -> tuple[Leaf, ...]:
+    if kind == "summed":
+        found = [leaf for leaf in tree.full(devices) if leaf.summed]
+    else:
+        found = [leaf for leaf in tree.espresso(devices) if (leaf.compressions == 0) == (kind == "dense")]
+    return tuple(sorted(found, key=lambda leaf: leaf.compressions))
+
+
+@functools.cache
+def _programs(leaves: tuple[Leaf, ...]) -> tuple[NDArray[np.int8], Ints]:
+    return programs(list(leaves))
+
+
+@kernel
+def _undominated(vector, counts, kept):  # type: ignore[no-untyped-def]
+    """Of vector [options, sizes, 4] the options that are left, by size: kept[size, : counts[size + 1]]."""
+    for size in range(vector.shape[1]):
+        count = 0
+        for option in range(vector.shape[0]):
+            new = vector[option, size]
+            beaten = False
+            for at in range(count):
+                if _beats(vector[kept[size, at], size], new):
+                    beaten = True
+                    break
+            if beaten:
+                continue
+            left = 0
+            for at in range(count):
+                if not _beats(new, vector[kept[size, at], size]):
+                    kept[size, left] = kept[size, at]
+                    left += 1
+            kept[size, left] = option
+            count = left + 1
+        counts[size + 1] = count
+
+
+@kernel
+def _beats(one, other):  # type: ignore[no-untyped-def]
+    """Whether `one` is at least as good whatever the state before it. A lead on the GPU never waits for the processor.
+
+    What differs by rounding alone, as an all-reduce and its two halves do, counts as equal.
+    """
+    if one[GPU] > other[GPU] * EQUAL or one[SER] > other[SER] * EQUAL:
+        return False
+    if one[CPU] == 0.0:
+        return one[LEAD] <= other[LEAD] + other[CPU]
+    return one[LEAD] <= other[LEAD] and one[CPU] <= other[CPU]

@@ -1,0 +1,263 @@
+"""Plans for GPUs: the searches, and what they are compared with, on one model and one network. All under recurrence SS."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import PlanError
+from . import pareto, recurrence, timeline
+from .costs import Floats, GpuCodec, Ints, durations
+from .network import Network
+from .options import Menu, Option, Table
+from .plan import Operation
+from .published import PublishedTensor
+
+JOINT_WIDTH = 48
+SMALL = 0.0005
+"""Share of all elements, and of backward, below which a tensor is not parted from the one before it."""
+OFFLOAD_COMBINATIONS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a search found.
+
+    seconds  forward and F; groups: (first tensor, one past the last, number of the option)
+    proven   whether no other plan of its kind is faster under the recurrence
+    """
+
+    search: str
+    seconds: float
+    groups: list[tuple[int, int, int]]
+    search_seconds: float
+    search_cpu_seconds: float
+    proven: bool = False
+
+
+class Simulation:
+    """One model on one network.
+
+    forward           seconds before backward, which no search can change
+    cpu               codecs may run on the processor too
+    max_compressions  how often a tensor may be compressed on its way
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tensors: Sequence[PublishedTensor],
+        codecs: Sequence[GpuCodec],
+        network: Network,
+        *,
+        forward: float = 0.0,
+        cpu: bool = False,
+        max_compressions: int = 4,
+    ) -> None:
+        if not tensors:
+            raise PlanError(f"the model {model!r} has no tensors")
+        self.model, self.tensors, self.network, self.forward, self.cpu = model, list(tensors), network, forward, cpu
+        self.elements = np.array([tensor.elements for tensor in tensors], np.float64)
+        self.compute = np.array([1e-6 * tensor.microseconds for tensor in tensors])
+        self.menu = Menu(codecs, network, cpu=cpu, max_compressions=max_compressions)
+        self.bound = forward + float(self.compute.sum())
+
+    SEARCHES = ("fp32", "all", "myopic", "espresso", "exact", "joint")
+
+    def search(self, name: str) -> Outcome:
+        """fp32: nothing compressed. all: everything, by the chain that is shortest for the tensor alone. myopic: the
+        shortest chain for the tensor alone, compressed or not. espresso: Algorithms 1 and 2. exact: the best choice for
+        each tensor. joint: the best choice of groups and for each group."""
+        searches: dict[str, Callable[[], tuple[list[tuple[int, int, int]], bool]]] = {
+            "fp32": lambda: (self._alone(0, self.menu.dense), False),
+            "all": lambda: (self._alone(self.menu.dense, len(self.menu.options)), False),
+            "myopic": lambda: (self._alone(0, len(self.menu.options)), False),
+            "espresso": lambda: (self._espresso(), False),
+            "exact": self._exact,
+            "joint": self._joint,
+        }
+        if name not in searches:
+            raise PlanError(f"there is no search {name!r}; there are: {', '.join(searches)}")
+        start, worked = time.perf_counter(), time.thread_time()
+        groups, proven = searches[name]()
+        spent, worked = time.perf_counter() - start, time.thread_time() - worked
+        return Outcome(name, self.seconds(groups), groups, spent, worked, proven)
+
+    def seconds(self, groups: Sequence[tuple[int, int, int]]) -> float:
+        """Forward and F of any plan."""
+        return self.forward + float(recurrence.finish(*self._lay_out(groups)))
+
+    def option(self, number: int) -> Option:
+        return self.menu.options[number]
+
+    # -- the searches --------------------------------------------------------------------------------------------------
+
+    def _table(self, only: Ints | None = None) -> Table:
+        """The ways that are left for each tensor."""
+        sizes, owner = np.unique(self.elements, return_inverse=True)
+        return _gather(self.menu.table(sizes, only), owner)
+
+    def _alone(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """By tensor the option of [start, stop) with the least time of its own, wherever it is spent."""
+        sizes, owner = np.unique(self.elements, return_inverse=True)
+        if stop <= start:
+            raise PlanError("no codec was given, so there is nothing to compress with")
+        only = np.arange(start, stop)
+        vector = self.menu.vectors(sizes, only)
+        best = start + np.argmin(vector[:, :, recurrence.LEAD] + vector[:, :, 1] + vector[:, :, 3], axis=0)
+        return [(i, i + 1, int(best[size])) for i, size in enumerate(owner)]
+
+    def _espresso(self) -> list[tuple[int, int, int]]:
+        table = self._table(self.menu.gpu_only if self.cpu else None)
+        groups = self._alone(0, self.menu.dense)
+        compute, vector = self._lay_out(groups)
+        picks = np.full(len(compute), -1)
+        order = np.array(sorted(range(len(compute)), key=lambda i: (-self.elements[i], -i)))
+        recurrence.improve(compute, vector, picks, order, table.offsets, table.vector)
+        chosen = [int(table.ids[pick]) if pick >= 0 else group[2] for pick, group in zip(picks, groups, strict=True)]
+        if self.cpu:
+            self._offload(compute, vector, chosen)
+        return [(i, i + 1, option) for i, option in enumerate(chosen)]
+
+    def _offload(self, compute: Floats, vector: Floats, chosen: list[int]) -> None:
+        """Algorithm 2, on the tensors that are compressed."""
+        alike: dict[tuple[float, int], list[int]] = {}
+        for i, option in enumerate(chosen):
+            if self.option(option).codec is not None:
+                alike.setdefault((self.elements[i], option), []).append(i)
+        if not alike:
+            return
+        moved = vector.copy()
+        for (size, option), members in alike.items():
+            target = np.array([self.menu.on_cpu[option]])
+            moved[members] = self.menu.vectors(np.array([size]), target)[0, 0]
+        groups = list(alike.values())
+        edges = np.cumsum([0, *map(len, groups)])
+        counts = np.zeros(len(groups), np.int64)
+        flat = np.array([i for members in groups for i in members])
+        recurrence.offload(compute, vector, moved, flat, edges, OFFLOAD_COMBINATIONS, counts)
+        for members, count in zip(groups, counts, strict=True):
+            for i in members[:count]:
+                chosen[i] = self.menu.on_cpu[chosen[i]]
+
+    def _exact(self) -> tuple[list[tuple[int, int, int]], bool]:
+        table = self._table()
+        problem = pareto.singles(self.compute, table.offsets, table.vector)
+        # Where the processor is a third clock the ways to be kept can be too many; then the greedy plan may still be better.
+        found = pareto.solve(problem, limit=256 if self.cpu else 0)
+        groups = [(start, stop, int(table.ids[row])) for start, stop, row in found.groups]
+        if found.cut:
+            return self._spared(self._better(groups, self._espresso())), False
+        return self._spared(groups), True
+
+    def _joint(self) -> tuple[list[tuple[int, int, int]], bool]:
+        exact, _ = self._exact()
+        edges = self._edges()
+        compute = np.add.reduceat(self.compute, edges[:-1])
+        total = np.concatenate([[0.0], np.cumsum(self.elements)])[edges]
+        lengths = pareto.lengths_up_to(len(compute))
+        stops, kinds = np.divmod(np.arange((len(compute) + 1) * len(lengths)), len(lengths))
+        valid = stops >= lengths[kinds]
+        sizes = total[stops[valid]] - total[stops[valid] - lengths[kinds[valid]]]
+        distinct, owner = np.unique(sizes, return_inverse=True)
+        candidates = self.menu.candidates(float(distinct[0]), float(total[-1]))
+        table = _gather(self.menu.table(distinct, np.union1d(candidates, self._table().ids)), owner)
+        counts = np.zeros(len(valid), np.int64)
+        counts[valid] = np.diff(table.offsets)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        found = pareto.solve(pareto.Problem(compute, lengths, offsets, table.vector), JOINT_WIDTH)
+        groups = [(int(edges[start]), int(edges[stop]), int(table.ids[row])) for start, stop, row in found.groups]
+        return self._spared(self._better(groups, exact)), False
+
+    def _edges(self) -> Ints:
+        """Where a group may end: not before a tensor that adds next to nothing to the group and to the wait for it."""
+        small = (self.elements < SMALL * self.elements.sum()) & (self.compute < SMALL * self.compute.sum())
+        return np.concatenate([[0], 1 + np.flatnonzero(~small[1:]), [len(small)]])
+
+    def _spared(self, groups: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """The same without compression where that makes no step longer, the largest groups first."""
+        compute, vector = self._lay_out(groups)
+        sizes = np.add.reduceat(self.elements, [start for start, _, _ in groups])
+        plain = self.menu.vectors(sizes, np.arange(self.menu.dense))
+        best, limit = np.argmin(plain[:, :, recurrence.SER], axis=0), recurrence.finish(compute, vector)
+        found = list(groups)
+        for at in np.argsort(-sizes, kind="stable"):
+            start, stop, option = groups[at]
+            if self.option(option).codec is not None:
+                before = vector[at].copy()
+                vector[at] = plain[best[at], at]
+                if recurrence.finish(compute, vector) <= limit:
+                    found[at] = (start, stop, int(best[at]))
+                else:
+                    vector[at] = before
+        return found
+
+    def _better(self, *plans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        return min(plans, key=self.seconds)
+
+    # -- what a plan does ----------------------------------------------------------------------------------------------
+
+    def _lay_out(self, groups: Sequence[tuple[int, int, int]]) -> tuple[Floats, Floats]:
+        """Computation and costs of each group."""
+        starts = [start for start, _, _ in groups]
+        compute, sizes = np.add.reduceat(self.compute, starts), np.add.reduceat(self.elements, starts)
+        vector = np.zeros((len(groups), 4))
+        numbers = np.array([option for _, _, option in groups])
+        for option in np.unique(numbers):
+            mine = np.flatnonzero(numbers == option)
+            vector[mine] = self.menu.vectors(sizes[mine], np.array([option]))[0]
+        return compute, vector
+
+    def chain(self, group: tuple[int, int, int]) -> list[tuple[str, str, float]]:
+        """Operations of a group: name, lane (gpu, cpu, intra, inter, flat), seconds."""
+        start, stop, number = group
+        option = self.option(number)
+        found = durations(option.leaf, float(self.elements[start:stop].sum()), option.codec, self.network)
+        return [(str(op), op.scope or op.device or "gpu", seconds) for op, seconds in found]
+
+    def operations(self, groups: Sequence[tuple[int, int, int]]) -> list[tuple[Operation, ...]]:
+        """When each operation starts and ends under the recurrence, in seconds since backward began."""
+        compute, vector = self._lay_out(groups)
+        spans = []
+        for group, (ready, begin, _) in zip(groups, recurrence.times(compute, vector).tolist(), strict=True):
+            chain = self.chain(group)
+            leads = next(at for at, (_, lane, _) in enumerate(chain) if lane not in ("gpu", "cpu"))
+            # What leads starts when the tensor is ready, or as the processor comes to it; the rest when the stream is free.
+            clock = max(ready, begin - sum(seconds for _, _, seconds in chain[:leads])) if leads else begin
+            found = []
+            for at, (name, lane, seconds) in enumerate(chain):
+                clock = max(clock, begin) if at == leads else clock
+                found.append(Operation(name, lane, clock, clock + seconds))
+                clock += seconds
+            spans.append(tuple(found))
+        return spans
+
+    def events(self, groups: Sequence[tuple[int, int, int]]) -> float:
+        """Forward and what the timeline by events makes of the plan: chains overlap, decoding interrupts backward, codecs on
+        the processor wait for each other, and there is one row of communication, as in the paper's figures."""
+        chains = [
+            [(lane if lane in ("gpu", "cpu") else "comm", seconds) for _, lane, seconds in self.chain(group)]
+            for group in groups
+        ]
+        compute, _ = self._lay_out(groups)
+        return self.forward + timeline.run(compute.tolist(), chains, in_order=True).seconds
+
+
+def _gather(table: Table, owner: Ints) -> Table:
+    """A table of sizes spread over those who have them."""
+    counts = np.diff(table.offsets)[owner]
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    rows = np.arange(offsets[-1]) + np.repeat(table.offsets[owner] - offsets[:-1], counts)
+    return Table(offsets, table.ids[rows], np.ascontiguousarray(table.vector[rows]))
+
+
+def warm_up() -> None:
+    """Load the searches, or compile them, which takes some seconds once: then their times are those of the search."""
+    tensors = [PublishedTensor(f"t{i}", 3_000_000, 100.0) for i in range(3)]
+    codec = GpuCodec("none", "", 1e-4, 1e-4, 0.5, 0.1, 0.0, False, 8)
+    simulation = Simulation("warm-up", tensors, [codec], Network(2, 2, 1e10, 1e9), cpu=True)
+    for name in Simulation.SEARCHES:
+        simulation.search(name)

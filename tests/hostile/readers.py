@@ -1,0 +1,236 @@
+"""Everything that reads what others wrote: files, checkpoints, texts. A new reader is one more line in `readers`."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests.hostile import attacks
+from tests.planner import examples, test_files, test_published
+from thinwire.errors import ExchangeError, StateError, ThinwireError
+from thinwire.lab import bench_step
+from thinwire.lab.leftovers import Record
+from thinwire.lab.methods import updates_of
+from thinwire.lab.netns import parse_rate
+from thinwire.planner.network import parse_bytes_per_second
+from thinwire.planner.plan import Plan
+from thinwire.planner.profile import Profile
+from thinwire.planner.published import Published
+from thinwire.schemes import tree
+from thinwire.schemes.chain import choose
+
+SHAPES = {"weight": (30, 20), "bias": (20,), "other": (700,)}
+
+CODEC_TEXTS = [
+    "dense",
+    "topk(density=0.01, values='fp16')",
+    "topk(density=Warmup(to=0.01, steps=500, start=0.25))",
+    "micro(density=0.05, controller='fixed', threshold='layer', balance=True)",
+    "adacomp(bin_conv=50, bin_dense=500, factor=2.0, scale='layer')",
+    "randomblock(ratio=64.0, seed=3)",
+    "lowrank(rank=2)",
+    "int8(block=512)",
+]
+
+
+@dataclass
+class Reader:
+    """Something that reads, good samples, and how to spoil one. `read` raises nothing but errors of thinwire."""
+
+    name: str
+    samples: Sequence[Any]
+    spoil: Callable[[np.random.Generator, Any], Any]
+    read: Callable[[Any], object]
+
+
+def readers(folder: Path) -> list[Reader]:
+    """All of them; `folder` is for files."""
+    exchange, state = _exchange()
+    updates, point = _updates()
+    return [
+        Reader("codec text", CODEC_TEXTS, attacks.spoil_text, lambda text: str(thinwire.parse(text))),
+        Reader("codec with chain", ["topk(0.1) via B", "int8 via J"], attacks.spoil_text, choose),
+        Reader("chain", [*tree.NAMED, *tree.NAMED.values()], attacks.spoil_text, tree.parse),
+        Reader("rate", ["100mbit", "2.5gbit", "none"], attacks.spoil_text, parse_rate),
+        Reader("method", ["updates(randomblock(ratio=64), 0.3, period=8)"], attacks.spoil_text, updates_of),
+        Reader("bench methods", ["none,fp32@4,topk(density=0.1)"], attacks.spoil_text, _check_methods),
+        Reader(
+            "record of a cluster", [b'{"nodes": 2, "rate": "1gbit"}'], attacks.spoil_file, _file(folder, Record.read)
+        ),
+        Reader("text of a state", [state], _text_of("rank0.thinwire"), lambda s: _load(exchange, s)),
+        Reader("tensors of a state", [state], _spoil_entries, lambda s: _load(exchange, s)),
+        Reader("file of a state", [_saved(exchange, folder)], attacks.spoil_file, _reload(exchange, folder)),
+        Reader("plan", [_plan()], attacks.spoil_json_file, _file(folder, Plan.load)),
+        Reader("profile", [_profile()], attacks.spoil_json_file, _file(folder, Profile.load)),
+        Reader("published profiles", [_published()], attacks.spoil_json_file, _file(folder, _look_at_published)),
+        Reader("rate of a network", ["100gbit", "300gbyte/s"], attacks.spoil_text, parse_bytes_per_second),
+        Reader("text of local updates", [point], _text_of("rank0.updates"), updates.load_state_dict),
+        Reader("tensors of local updates", [point], _spoil_entries, updates.load_state_dict),
+    ]
+
+
+def storm(folder: Path, seed: int, count: int) -> Counter[tuple[str, str]]:
+    """Let every reader in turn read something spoilt, `count` in all; counts outcomes. Others are failures."""
+    random = np.random.default_rng(seed)
+    everybody = readers(folder)
+    outcomes: Counter[tuple[str, str]] = Counter()
+    for i in range(count):
+        reader = everybody[i % len(everybody)]
+        given = reader.spoil(random, attacks.pick(random, list(reader.samples)))
+        try:
+            reader.read(given)
+            outcomes[reader.name, "valid"] += 1
+        except ThinwireError as error:
+            outcomes[reader.name, type(error).__name__] += 1
+            str(error).encode()  # it can be shown
+        except Exception as error:
+            raise AssertionError(f"{reader.name}: {given!r:.2000} ends in {error!r:.500}") from error
+    return outcomes
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def _tensors(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def _exchange() -> tuple[thinwire.Exchange, dict[str, Any]]:
+    exchange = thinwire.Exchange(_tensors(0), "micro(density=0.1)", thinwire.LocalWorld(2), min_elements=64)
+    for step in range(3):
+        exchange.reduce_([_tensors(2 * step), _tensors(2 * step + 1)])
+    return exchange, exchange.state_dict()
+
+
+def _load(exchange: thinwire.Exchange, state: dict[str, Any]) -> None:
+    """What was accepted can be gone on with."""
+    exchange.load_state_dict(state)
+    try:
+        exchange.reduce_([_tensors(10), _tensors(11)])
+    except ExchangeError as error:
+        raise AssertionError(f"accepted, and then: {error}") from error
+    except ValueError as error:  # of one rank only; real ranks compare what they have loaded before they go on
+        raise StateError(str(error)) from error
+
+
+def _saved(exchange: thinwire.Exchange, folder: Path) -> bytes:
+    exchange.save(folder / "state")
+    return (folder / "state" / "rank0-of-2.safetensors").read_bytes()
+
+
+def _reload(exchange: thinwire.Exchange, folder: Path) -> Callable[[bytes], object]:
+    def reload(content: bytes) -> None:
+        (folder / "state" / "rank0-of-2.safetensors").write_bytes(content)
+        exchange.load(folder / "state")
+
+    return reload
+
+
+def _updates() -> tuple[thinwire.LocalUpdates, dict[str, Any]]:
+    models = [nn.Linear(30, 20), nn.Linear(30, 20)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    updates = thinwire.LocalUpdates(optimizers, models, "randomblock(ratio=4)", process_group=thinwire.LocalWorld(2))
+    for model in models:
+        model(torch.ones(2, 30)).sum().backward()
+    updates.step()
+    return updates, updates.state_dict()
+
+
+def _text_of(key: str) -> Callable[[np.random.Generator, dict[str, Any]], dict[str, Any]]:
+    def spoil(random: np.random.Generator, state: dict[str, Any]) -> dict[str, Any]:
+        if random.random() < 0.7:
+            text: Any = attacks.spoil_json(random, state[key])
+        else:
+            text = attacks.spoil_file(random, state[key].encode())
+            text = text if random.random() < 0.5 else text.decode("latin-1")
+        return {**state, key: text}
+
+    return spoil
+
+
+def _spoil_entries(random: np.random.Generator, state: dict[str, Any]) -> dict[str, Any]:
+    """Entries that are missing, renamed, or hold something else."""
+    good, state = state, dict(state)
+    for key in {attacks.pick(random, list(good)) for _ in range(int(random.integers(1, 3)))}:
+        value = state.pop(key)
+        kind = int(random.integers(4))
+        if kind == 0:
+            continue
+        if kind == 1:
+            state[attacks.spoil_text(random, key)] = value
+        elif kind == 2 or not isinstance(value, Tensor):
+            state[key] = attacks.pick(random, [*attacks.ODD, b"", np.zeros(3), object()])
+        else:
+            state[key] = attacks.pick(
+                random,
+                [
+                    value.double(),
+                    value.half(),
+                    value.reshape(-1)[:-1],
+                    value[None],
+                    torch.full_like(value, float("nan")),
+                    value.to("meta"),
+                    value.to_sparse() if value.dim() else value,
+                    value.to(torch.complex64),
+                    _quantized(value),
+                    value.int(),
+                    value.t() if value.dim() == 2 else value.flip(0) if value.dim() else value,
+                ],
+            )
+    return state
+
+
+def _quantized(value: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to give them up
+        return torch.quantize_per_tensor(value.float(), 0.1, 0, torch.qint8)
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def _profile() -> bytes:
+    return msgspec.json.encode(examples.profile())
+
+
+def _plan() -> bytes:
+    return msgspec.json.encode(test_files.plan())
+
+
+def _published() -> bytes:
+    return json.dumps(test_published.CONTENT).encode()
+
+
+def _look_at_published(path: Path) -> None:
+    published = Published.load(path)
+    for name in ("small", "one"):
+        published.model(name)
+    for name in ("dgc", "random_k", "fp16", "efsignsgd"):
+        published.codec(name)
+
+
+def _check_methods(text: str) -> None:
+    bench_step.check(bench_step.Options(workload="gpt-small", methods=tuple(bench_step.split(text))))
+
+
+def _file(folder: Path, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    """A reader of paths, given content."""
+
+    def from_content(content: bytes) -> object:
+        path = folder / "tw1.2.3"
+        path.write_bytes(content)
+        return read(path)
+
+    return from_content
