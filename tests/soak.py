@@ -128,7 +128,7 @@ class Soak:
                 self.codecs.add(text)
             except thinwire.ThinwireError:
                 self.counts["refused"] += 1  # chains of nodes, where nodes are not known
-        if self.common.random() < 0.02 and "density" in self.wire.codec.adjustable:
+        if self.common.random() < 0.02 and "density" in self.wire.method.adjustable:
             self.wire.set(density=self.common.choice([0.001, 0.01, 0.2, 1.0]))
             self.counts["settings"] += 1
         if self.common.random() < 0.01:
@@ -153,7 +153,7 @@ class Soak:
 
     def _check(self, step: int, before: dict[str, Tensor], void: bool) -> None:
         self.counts["checks"] += 1
-        where = f"step {step}, rank {self.rank}, {self.wire.codec} {self.wire.chain}, {self.fault}"
+        where = f"step {step}, rank {self.rank}, {self.wire.method.full}, {self.fault}"
         digests: list[Any] = [None] * self.world
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
         bits = hash(b"".join(g.numpy().tobytes() for g in gradients if not void))
@@ -174,7 +174,8 @@ class Soak:
                 continue
             off = (sums[0] / self.world - parameter.grad.double()).abs()
             # Products of matrices round relative to the largest element, words of 16 bits by their own precision.
-            narrow = isinstance(self.wire.codec, thinwire.Cast) or getattr(self.wire.codec, "values", "fp32") != "fp32"
+            codec = self.wire.method.parts[0].codec
+            narrow = isinstance(codec, thinwire.Cast) or getattr(codec, "values", "fp32") != "fp32"
             coarse = 0.01 if narrow else ALLOWED
             allowed = sums[1].max() / self.world * coarse + 1e-30
             assert float(off.max()) <= float(allowed), f"{where}: {float(off.max()):.3g} of {name} is lost"

@@ -25,6 +25,8 @@ from .errors import ThinwireError
 from .feedback import Detached, Plain
 from .frontends.ddp import attach
 from .frontends.updates import LocalUpdates
+from .frontends.wrap import wrap
+from .planner.plan import Plan
 from .schemes.world import LocalWorld
 from .version import __version__
 
@@ -51,6 +53,7 @@ __all__ = [
     "LowRank",
     "MiCRO",
     "Plain",
+    "Plan",
     "RandomBlock",
     "RandomK",
     "SIDCo",
@@ -64,4 +67,5 @@ __all__ = [
     "parse",
     "register",
     "set_threads",
+    "wrap",
 ]

@@ -137,7 +137,7 @@ def check_steps(
         check_replicas(step)
         if codec.keeps_residual:
             # In a chain of two Comps the second may hold back what the first one sent.
-            check_conservation(codec, step, may_cancel="constant" in kinds or bool(exchange.chain), mixes=mixes)
+            check_conservation(codec, step, may_cancel="constant" in kinds or bool(exchange.method.chain), mixes=mixes)
         else:
             assert not step.after[0]
             check_mean(step, getattr(codec, "dtype", "fp32"))

@@ -116,7 +116,7 @@ def test_codecs_without_residual_take_small_tensors_too() -> None:
 def test_dense_takes_buckets_as_they_are() -> None:
     assert cut([[tensor("a", 20), tensor("b", 3)], [], [tensor("c", 0)]], thinwire.Dense(), ["a"]) == [
         "group 0 [dense float32 23]: a@0, b@20",
-        "group 2 [dense float32 0]: c@0",
+        "group 1 [dense float32 0]: c@0",
     ]
 
 

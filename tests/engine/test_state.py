@@ -317,7 +317,7 @@ def test_layouts_that_are_damaged() -> None:
             state[f"rank{rank}.thinwire"] = json.dumps(meta)
         return state
 
-    _refused(exchange, changed(0, codec="cast"), "'group 0' has codec cast in a state of codec topk")
+    _refused(exchange, changed(0, codec="cast"), "'group 0' has codec cast in a state of topk")
     _refused(exchange, changed(0, codec="__import__('os')"), "'group 0' has codec __import__")
     _refused(exchange, changed(0, elements=10**15), "'group 0' has 1000000000000000 elements")
     _refused(exchange, changed(0, slots=[]), "'group 0' has 2010 elements in the state, its tensors have 0")

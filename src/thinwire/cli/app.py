@@ -9,6 +9,7 @@ import typer
 from ..version import __version__
 from . import bench, demo, lab
 from .plan import plan
+from .profile import profile
 from .selftest import selftest
 from .simulate import simulate
 
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.command()(demo.demo)
+app.command(context_settings={"allow_interspersed_args": False})(profile)
 app.command()(plan)
 app.command()(simulate)
 app.command()(selftest)

@@ -1,4 +1,4 @@
-"""`thinwire bench`: kernels against their limits, steps against every peer."""
+"""`thinwire bench`: kernels against their limits, steps against every peer, predictions against measured steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     name="bench",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure thinwire here: kernels against their limits, steps against every peer.",
+    help="Measure thinwire here: kernels against their limits, steps against every peer, predictions against steps.",
 )
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
@@ -169,6 +169,85 @@ def step(
             write(json_file, result("bench step", rows, {**summary, "peak_memory_bytes": memory}))
         if plot is not None:
             bench_step.plot(plot, rows)
+
+
+@app.command()
+def predict(
+    workloads: Annotated[str, typer.Option(help="Out of gpt, gpt-small, vgg, resnet, lstm.")] = "gpt,vgg",
+    nodes: Annotated[
+        int, typer.Option(help="Emulated machines; more than there are cores measure the scheduler.", min=2)
+    ] = 2,
+    rates: Annotated[str, typer.Option(help="Rates of the links.")] = "1gbit,100mbit",
+    plans: Annotated[int, typer.Option(help="Random plans of each workload.", min=2)] = 20,
+    rounds: Annotated[int, typer.Option(help="How often every plan is visited at each rate.", min=1)] = 3,
+    steps_per_round: Annotated[int, typer.Option(help="Steps of a visit.", min=1)] = 3,
+    warm_up: Annotated[int, typer.Option(help="Steps of every plan before the first that is measured.", min=4)] = 20,
+    budget: Annotated[float, typer.Option(help="Seconds for the measurements of a profile.", min=1)] = 12.0,
+    seed: Annotated[int, typer.Option(help="Of the random plans.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Predicted and measured steps of random plans: how far the planner's arithmetic can be trusted.
+
+    The profile is measured in the same emulated cluster, before and apart from the plans. A step is forward, backward and
+    optimizer; the slowest rank counts; medians.
+
+    Example: thinwire bench predict --workloads gpt --rates 1gbit --plans 10
+    """
+    from ..lab import bench_predict, bench_step
+
+    with errors():
+        runs = [
+            bench_predict.Options(
+                workload=workload,
+                nodes=nodes,
+                rates=tuple(bench_step.split(rates)),
+                plans=plans,
+                seed=seed,
+                rounds=rounds,
+                steps_per_round=steps_per_round,
+                warm_up=warm_up,
+                budget=budget,
+            )
+            for workload in bench_step.split(workloads)
+        ]
+        for options in runs:
+            bench_predict.check(options)
+        rows: list[dict[str, Any]] = []
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("visits", total=sum(bench_predict.total_visits(options) for options in runs))
+            watcher = bench_predict.Watcher(
+                tell=lambda text: progress.console.print(escape(text), soft_wrap=True),
+                visits=lambda count: progress.advance(task, count),
+            )
+            for options in runs:
+                rows += bench_predict.rows(bench_predict.run(options, watcher))
+        summary = bench_predict.summary(rows)
+        _show_predictions(rows, summary)
+        if json_file is not None:
+            settings = {"rounds": rounds, "steps_per_round": steps_per_round, "warm_up": warm_up, "seed": seed}
+            write(json_file, result("bench predict", rows, {**summary, **settings}))
+
+
+def _show_predictions(rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    for place in dict.fromkeys((row["workload"], row["rate"]) for row in rows):
+        chosen = [row for row in rows if (row["workload"], row["rate"]) == place]
+        table = Table(title=f"{place[0]}, {chosen[0]['nodes']} nodes, rate {place[1]}", title_justify="left")
+        for column in ("plan", "predicted ms", "measured ms", "error", "groups"):
+            table.add_column(column, justify="left" if column == "groups" else "right", no_wrap=True)
+        for row in chosen:
+            table.add_row(
+                str(row["plan"]),
+                f"{1000 * row['predicted_seconds']:.1f}",
+                f"{1000 * row['measured_seconds']:.1f}",
+                f"{100 * row['error']:+.1f} %",
+                row["description"],
+            )
+        (output if output.is_terminal else Console(highlight=False, width=120)).print(table)
+    output.print(
+        f"{summary['plans']} plans and rates: mean absolute error {100 * summary['mean_absolute_error']:.1f} %, rank "
+        f"correlation {summary['rank_correlation']:.3f}, predictions span {summary['span']:.1f}x"
+    )
 
 
 def _numbers(text: str) -> list[int]:

@@ -13,6 +13,7 @@ from ..codecs import Codec
 from ..errors import AttachError, ThinwireError
 from ..version import __version__
 from . import words
+from .method import Method
 
 
 def agree(group: dist.ProcessGroup | None, facts: Mapping[str, Any], error: str | None = None) -> None:
@@ -53,15 +54,16 @@ def problem_of(error: Exception) -> str:
     return str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}"
 
 
-def compile_kernels(group: dist.ProcessGroup | None, codec: Codec, chain: str = "") -> None:
-    """Compile what the codec needs before training begins."""
+def compile_kernels(group: dist.ProcessGroup | None, method: Method) -> None:
+    """Compile what the codecs of a method need before training begins."""
+    for codec, chain in {str(part.codec): (part.codec, part.chain) for part in method.parts}.values():
 
-    def work() -> None:
-        if str(codec) not in _rehearsed:  # chains need no other kernels
-            rehearse(codec, chain)
-        _rehearsed.add(str(codec))
+        def work(codec: Codec = codec, chain: str = chain) -> None:
+            if str(codec) not in _rehearsed:  # chains need no other kernels
+                rehearse(codec, chain)
+            _rehearsed.add(str(codec))
 
-    take_turns(group, work, f"{codec} fails in a rehearsal on 5000 elements")
+        take_turns(group, work, f"{codec} fails in a rehearsal on 5000 elements")
 
 
 def take_turns(group: dist.ProcessGroup | None, work: Callable[[], None], problem: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..codecs import Codec
 from ..errors import AttachError, ExchangeError, StateError, WireClosed
 from ..log import logger
 from ..schemes.world import Collective, TorchWorld, World
@@ -16,6 +15,7 @@ from ..version import __version__
 from . import files, restore, state
 from .agree import agree
 from .layout import Layout, TensorInfo
+from .method import Method
 from .runner import SLICE_SECONDS, Runner
 
 Form = Literal["exact", "mean"]
@@ -25,8 +25,7 @@ class Checkpoint:
     """The part of `Wire` that has to do with saved states."""
 
     world: World
-    codec: Codec
-    chain: str
+    method: Method
     tensors: list[TensorInfo]
     runner: Runner | None
     settings: dict[str, float]
@@ -81,11 +80,12 @@ class Checkpoint:
             __version__,
             rank,
             self.world.size,
-            str(self.codec),
-            self.chain,
+            self.method.codec,
+            self.method.chain,
             dense_steps=self.dense_steps,
             buckets=[list(names) for names in self._partition or ()] if self.runner is None else [],
             settings=dict(self.settings),
+            plan=self.method.plan,
         )
 
     def _loose_layout(self) -> Layout:
@@ -137,21 +137,21 @@ class Checkpoint:
     ) -> tuple[state.Meta, str, Callable[[], None]]:
         """What a state is, a digest of what all ranks must have learnt alike, and what loads it; refuses what does not fit."""
         whole = restore.merge(saved)
-        size, codec = self.world.size, str(self.codec)
+        size = self.world.size
         sources = [restore.find(whole, rank, size) for rank in self.world.members]
         meta = sources[0].meta
         for source in sources:
-            restore.check(source.meta, codec, self.chain, self.tensors)
+            before = restore.check(source.meta, self.method, self.tensors)
             if source.meta.layout != meta.layout:
                 raise StateError("the ranks of this state have different layouts")
-        settings, candidate = restore.kept_settings(meta, codec), None
+        settings, candidate = restore.kept_settings(meta, self.method), None
         if meta.layout is None:
             if self.runner is not None and any(member.step for member in self.runner.members):
                 raise StateError(
                     "the state was saved before the layout was frozen; this wire has already begun to compress"
                 )
         else:
-            same = (meta.codec, meta.chain) == (codec, self.chain)
+            same = before.facts() == self.method.facts()
             candidate = self._make(meta.layout if same else self._layout(meta.layout.buckets()))
             for rank, source in zip(self.world.members, sources, strict=True):
                 if same and source.own(rank, size):
@@ -168,7 +168,7 @@ class Checkpoint:
                 self._use(candidate)
             self.settings, self.dense_steps = settings, meta.dense_steps
             self._resume(meta)
-            self._explain(meta)
+            self._explain(meta, before)
 
         learnt = state.agreement(candidate, self.world.members[0]) if candidate is not None else ""
         return meta, learnt, load
@@ -176,9 +176,8 @@ class Checkpoint:
     def _resume(self, meta: state.Meta) -> None:
         """What else a frontend takes from a state that fits."""
 
-    def _explain(self, meta: state.Meta) -> None:
+    def _explain(self, meta: state.Meta, before: Method) -> None:
         """Say once what was not simply taken over."""
-        codec = str(self.codec)
         if self.world.members[0] != 0 or meta.layout is None:
             return
         if meta.world != self.world.size:
@@ -186,11 +185,10 @@ class Checkpoint:
                 "the state is of %d ranks, this job has %d: every rank goes on with the mean of what they had not sent",
                 meta.world, self.world.size,
             )  # fmt: skip
-        if (meta.codec, meta.chain) != (codec, self.chain):
-            before, now = (
-                f"{c} via {chain}" if chain else c for c, chain in ((meta.codec, meta.chain), (codec, self.chain))
+        if before.facts() != self.method.facts():
+            logger.info(
+                "the state is of %s: residuals are kept, and %s begins to learn anew", before.full, self.method.full
             )
-            logger.info("the state is of %s: residuals are kept, and %s begins to learn anew", before, now)
 
     def save(self, folder: files.Where, form: Form = "exact") -> None:
         """Write `state_dict(form)` as safetensors files: one a rank, or one in all, each whole or not at all.

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..codecs import Codec
 from ..errors import AttachError, ExchangeError
-from ..schemes.chain import choose
+from ..planner.plan import Plan
 from ..schemes.world import LocalWorld, TorchWorld, ranks_per_node
 from .agree import agree, compile_kernels, problem_of
-from .layout import Exclude, Layout, TensorInfo, build, describe, excluded
+from .layout import Exclude, Layout, TensorInfo, describe, excluded
+from .method import Method
 from .wire import Wire
 
 GROUP_BYTES = 16 << 20
@@ -34,7 +35,7 @@ class Exchange(Wire):
     def __init__(
         self,
         named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-        codec: Codec | str,
+        codec: Codec | str | Plan,
         process_group: dist.ProcessGroup | LocalWorld | None = None,
         *,
         chain: str | None = None,
@@ -48,18 +49,21 @@ class Exchange(Wire):
         tensors: list[TensorInfo] = []
         layout = Layout(())
         facts: dict[str, Any] = {}
-        text = ""
+        method: Method | None = None
+        if isinstance(process_group, LocalWorld):
+            size, nodes = process_group.size, (process_group.ranks_per_node, "")
+        else:
+            size, nodes = dist.get_world_size(process_group), ranks_per_node(process_group)
         try:
-            codec, text = choose(codec, chain)
+            method = Method.of(codec, chain)
             named_tensors = dict(named_tensors)
             _check_devices(named_tensors)
             tensors = [describe(name, tensor) for name, tensor in named_tensors.items()]
-            _check(tensors, codec)
-            self._options: dict[str, Any] = {"exclude": exclude, "min_elements": min_elements}
-            layout = build(_buckets(tensors, group_bytes), codec, chain=text, **self._options)
+            _check(tensors)
+            method.check(tensors, size, nodes[0])
+            layout = method.layout(_buckets(tensors, group_bytes), exclude, min_elements)
             facts = {
-                "codec": str(codec),
-                "chain": text,
+                **method.facts(),
                 "tensors": tensors,
                 "excluded": excluded(tensors, exclude),
                 "options": (min_elements, group_bytes),
@@ -73,19 +77,16 @@ class Exchange(Wire):
             world = process_group
         else:
             agree(process_group, facts, error)
-            assert isinstance(codec, Codec)
-            compile_kernels(process_group, codec, text)
-            world = TorchWorld(process_group, 1, timeout, *ranks_per_node(process_group))
-        assert isinstance(codec, Codec)
-        super().__init__(world, codec, tensors, chain=text, protected=protected)
+            assert method is not None
+            compile_kernels(process_group, method)
+            world = TorchWorld(process_group, 1, timeout, *nodes)
+        assert method is not None
+        super().__init__(world, method, tensors, exclude=exclude, min_elements=min_elements, protected=protected)
         self._names = tuple(tensor.name for tensor in tensors)
         self._waiting = _Waiting(0)
-        self._check_nodes(text)
+        self._check_nodes(method)
         world.prepare(layout.places(self._place()))
         self.freeze(layout)
-
-    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
-        return build(buckets, self.codec, chain=self.chain, **self._options)
 
     def reduce_(self, tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
         """Replace every tensor by its mean over ranks, less what stays in the residuals. Blocks until it is done.
@@ -154,11 +155,7 @@ def _check_devices(tensors: Mapping[str, Tensor]) -> None:
             raise AttachError(f"{name!r} is on {tensor.device}: only CPU tensors are supported yet")
 
 
-def _check(tensors: Sequence[TensorInfo], codec: object) -> None:
-    if not isinstance(codec, Codec):
-        raise AttachError(
-            f"{codec!r} is not a codec: give thinwire.TopK(0.01), or a text such as 'topk(density=0.01)'"
-        )
+def _check(tensors: Sequence[TensorInfo]) -> None:
     for tensor in tensors:
         if not getattr(torch, tensor.dtype).is_floating_point:
             raise AttachError(f"{tensor.name!r} is {tensor.dtype}: only real floating-point tensors can be exchanged")

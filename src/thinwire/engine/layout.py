@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -161,6 +162,15 @@ def excluded(tensors: Sequence[TensorInfo], exclude: Exclude) -> list[str]:
     return [tensor.name for tensor in tensors if excludes(exclude, tensor.name)]
 
 
+@dataclass(frozen=True)
+class Run:
+    """Tensors of one dtype that travel together, next to each other where they come from."""
+
+    tensors: Sequence[TensorInfo]
+    codec: Codec
+    chain: str = ""
+
+
 def build(
     buckets: Sequence[Sequence[TensorInfo]],
     codec: Codec,
@@ -169,43 +179,50 @@ def build(
     exclude: Exclude = (),
     min_elements: int = 1024,
 ) -> Layout:
-    """Cut buckets into groups.
+    """One run a bucket, all with the same codec; see `lay_out`."""
+    runs = [Run(bucket, codec, chain) for bucket in buckets]
+    return lay_out(runs, exclude=exclude, min_elements=min_elements)
 
-    Each bucket is a list of tensors of one dtype that lie next to each other. A large tensor that is excluded ends a run and
-    travels as a dense group of its own; one dense group a dtype, at the end, takes the small tensors that cannot ride. In a
-    chain none can: a sum between nodes is not one over all ranks.
+
+def lay_out(runs: Sequence[Run], *, exclude: Exclude = (), min_elements: int = 1024) -> Layout:
+    """Cut runs into groups.
+
+    A large tensor that is excluded ends a run and travels as a dense group of its own; one dense group a dtype, at the end,
+    takes the small tensors that cannot ride. In a chain none can: a sum between nodes is not one over all ranks.
     """
-    text = to_text(codec)
-    if codec.direct:
-        return Layout(tuple(_group(f"group {i}", text, run, {}, chain) for i, run in enumerate(buckets) if run))
     groups: list[Group] = []
     small: dict[str, list[TensorInfo]] = {}
-    for bucket in buckets:
-        run: list[TensorInfo] = []
+
+    def flush(tensors: list[TensorInfo], holes: dict[str, Role], text: str, chain: str) -> None:
+        lonely = all(tensor.name in holes for tensor in tensors)
+        for tensor in tensors:
+            if lonely or holes.get(tensor.name) == "elsewhere":
+                small.setdefault(tensor.dtype, []).append(tensor)
+        if not lonely:
+            groups.append(_group(f"group {len(groups)}", text, tensors, holes, chain))
+
+    for run in runs:
+        codec, chain, text = run.codec, run.chain, to_text(run.codec)
+        if codec.direct:
+            if run.tensors:
+                groups.append(_group(f"group {len(groups)}", text, run.tensors, {}, chain))
+            continue
+        tensors: list[TensorInfo] = []
         holes: dict[str, Role] = {}
-
-        def flush(run: list[TensorInfo], holes: dict[str, Role]) -> None:
-            lonely = all(tensor.name in holes for tensor in run)
-            for tensor in run:
-                if lonely or holes.get(tensor.name) == "elsewhere":
-                    small.setdefault(tensor.dtype, []).append(tensor)
-            if not lonely:
-                groups.append(_group(f"group {len(groups)}", text, run, holes, chain))
-
-        for tensor in bucket:
+        for tensor in run.tensors:
             out = excludes(exclude, tensor.name)
             if out and tensor.elements >= min_elements:
-                flush(run, holes)
-                run, holes = [], {}
+                flush(tensors, holes, text, chain)
+                tensors, holes = [], {}
                 groups.append(_group(f"group {len(groups)}", "dense", [tensor], {}))
                 continue
             if out or (codec.keeps_residual and tensor.elements < min_elements):
                 holes[tensor.name] = "ride" if codec.rides and not chain else "elsewhere"
-            run.append(tensor)
-        flush(run, holes)
-    for dtype, tensors in small.items():
+            tensors.append(tensor)
+        flush(tensors, holes, text, chain)
+    for dtype, left in small.items():
         name = SMALL_GROUP if len(small) == 1 else f"{SMALL_GROUP} ({dtype})"
-        groups.append(_group(name, "dense", tensors, {}))
+        groups.append(_group(name, "dense", left, {}))
     return Layout(tuple(groups))
 
 

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codecs import CodecState, ParameterInfo, parse
-from ..errors import StateError
+from ..codecs import CodecState, ParameterInfo
+from ..errors import StateError, ThinwireError
 from ..version import __version__
 from .layout import Group, Layout, TensorInfo
 from .member import GroupRun, Member
+from .method import Method
 from .runner import Runner
 from .state import (
     FORMAT,
@@ -131,7 +132,7 @@ def find(state: State, rank: int, world: int) -> Source:
             )
     metas = [_read(state, f"rank{other}") for other in range(old)]
     for meta in metas[1:]:
-        for what in ("world", "progress", "codec", "chain", "settings", "layout", "buckets"):
+        for what in ("world", "progress", "codec", "chain", "plan", "settings", "layout", "buckets"):
             ours, theirs = getattr(metas[0], what), getattr(meta, what)
             if ours != theirs:
                 how = "different layouts" if what == "layout" else f"{what} {ours} and {theirs}"
@@ -169,14 +170,19 @@ def _read(state: State, owner: str) -> Meta:
 # -- whether it fits ---------------------------------------------------------------------------------------------------
 
 
-def check(meta: Meta, codec: str, chain: str, tensors: Sequence[TensorInfo]) -> None:
-    """Refuse the state of another model; the first difference is named."""
+def check(meta: Meta, method: Method, tensors: Sequence[TensorInfo]) -> Method:
+    """By which method it was saved. Refuses the state of another model; the first difference is named."""
     try:
-        parse(codec).at(meta.step, kept_settings(meta, codec))
+        method.at(meta.step, kept_settings(meta, method))
     except (TypeError, ValueError) as error:
-        raise StateError(f"'{meta.owner}.thinwire' has settings that {codec} refuses: {error}") from None
+        raise StateError(f"'{meta.owner}.thinwire' has settings that {method} refuses: {error}") from None
+    try:
+        before = Method.of(meta.codec, meta.chain or None) if meta.plan is None else Method.of(meta.plan)
+        before.check(tensors, meta.world)
+    except (ThinwireError, TypeError, ValueError) as error:
+        raise StateError(f"'{meta.owner}.thinwire' was saved by a method that does not fit: {error}") from None
     if meta.layout is not None:
-        _check_layout(meta.layout, tensors, meta.codec, meta.chain)
+        _check_layout(meta.layout, tensors, before)
     if meta.buckets:
         names = [name for bucket in meta.buckets for name in bucket]
         dtypes = {tensor.name: tensor.dtype for tensor in tensors}
@@ -185,31 +191,36 @@ def check(meta: Meta, codec: str, chain: str, tensors: Sequence[TensorInfo]) -> 
             raise StateError(f"the tensor {min(odd)!r} is only in {where}")
         if len(names) != len(dtypes) or any(len({dtypes[name] for name in bucket}) > 1 for bucket in meta.buckets):
             raise StateError(f"'{meta.owner}.thinwire' has buckets that DDP does not make")
+    return before
 
 
-def kept_settings(meta: Meta, codec: str) -> dict[str, float]:
-    """The numbers set by hand that this codec has too."""
-    return {k: v for k, v in meta.settings.items() if codec == meta.codec or k in parse(codec).adjustable}
+def kept_settings(meta: Meta, method: Method) -> dict[str, float]:
+    """The numbers set by hand that this method has too."""
+    return {k: v for k, v in meta.settings.items() if method.codec == meta.codec or k in method.adjustable}
 
 
-def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], codec: str, chain: str) -> None:
+def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], method: Method) -> None:
     """A layout that fits this model: every tensor in its place, nothing beside or upon it."""
     expected = {tensor.name: tensor for tensor in tensors}
     places: dict[str, list[tuple[str, str]]] = {}
     for group in layout.groups:
-        if group.codec not in (codec, "dense"):
-            raise StateError(f"{group.name!r} has codec {group.codec} in a state of codec {codec}")
-        if group.chain != (chain if group.codec == codec else ""):
-            raise StateError(f"{group.name!r} has the chain {group.chain!r} in a state of the chain {chain!r}")
         _check_group(group, expected)
+        parts = {(str(p.codec), p.chain) for slot in group.slots if (p := method.of_tensor(slot.name)) is not None}
+        if group.codec not in {codec for codec, _ in parts} | {"dense"}:
+            raise StateError(f"{group.name!r} has codec {group.codec} in a state of {method}")
+        if (group.codec, group.chain) not in parts | {("dense", "")}:
+            raise StateError(f"{group.name!r} has the chain {group.chain!r} in a state of {method.full}")
+        if group.codec != "dense" and len(parts) > 1:
+            raise StateError(f"{group.name!r} has tensors that the plan of this state sends by different codecs")
         for slot in group.slots:
             places.setdefault(slot.name, []).append((slot.role, group.codec))
-    rides = parse(codec).rides and not chain
     for name in expected:
         if name not in places:
             raise StateError(f"the state lacks the tensor {name!r} of this model")
+        part = method.of_tensor(name)
+        rides = part is not None and part.codec.rides and not part.chain and places[name][0][1] == str(part.codec)
         roles = [role for role, _ in places[name]]
-        once = roles == ["coded"] or (roles == ["ride"] and rides and places[name][0][1] == codec)
+        once = roles == ["coded"] or (roles == ["ride"] and rides)
         if not once and not (roles == ["elsewhere", "coded"] and places[name][1][1] == "dense"):
             raise StateError(f"{name!r} has a place in the state that no layout gives it: {', '.join(roles)}")
 

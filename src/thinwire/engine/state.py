@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import CodecState, GroupInfo, ParameterInfo
+from ..planner.plan import Plan
 from .capacity import Capacity
 from .layout import Layout
 from .member import GroupRun, Member
@@ -72,6 +73,7 @@ class Meta(msgspec.Struct, forbid_unknown_fields=True):
     capacities: list[list[list[int]]] = []
     numbers: list[dict[str, Number]] = []
     arrays: list[dict[str, Array]] = []
+    plan: Plan | None = None
 
     @property
     def owner(self) -> str:

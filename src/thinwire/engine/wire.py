@@ -15,13 +15,14 @@ from ..codecs import Codec
 from ..errors import AttachError, ChainError, ExchangeError, ThinwireError
 from ..kernels.finite import all_finite
 from ..log import logger
+from ..planner.plan import Plan
 from ..schemes import tree
-from ..schemes.chain import choose
 from ..schemes.world import Place, TorchWorld, World
 from . import interrupt, words
 from .agree import agree
 from .checkpoint import Checkpoint
-from .layout import Layout, TensorInfo
+from .layout import Exclude, Layout, TensorInfo
+from .method import Method
 from .runner import Runner
 
 
@@ -31,14 +32,16 @@ class Wire(Checkpoint):
     def __init__(
         self,
         world: World,
-        codec: Codec,
+        method: Method,
         tensors: Sequence[TensorInfo],
         *,
-        chain: str = "",
+        exclude: Exclude = (),
+        min_elements: int = 1024,
         protected: bool = False,
         tracks_unused: bool = False,
     ) -> None:
-        self.world, self.codec, self.chain, self.tensors = world, codec, chain, list(tensors)
+        self.world, self.method, self.tensors = world, method, list(tensors)
+        self._exclude, self._min_elements = exclude, min_elements
         self.runner: Runner | None = None
         self.settings: dict[str, float] = {}
         self.dense_steps = 0
@@ -55,7 +58,12 @@ class Wire(Checkpoint):
     @property
     def direct(self) -> bool:
         """Whether its exchange is nothing but the all-reduce of the gradients, in their own dtype."""
-        return self.codec.direct and not self.chain
+        return self.method.direct
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that it follows, if there is one."""
+        return self.method.plan
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -88,16 +96,17 @@ class Wire(Checkpoint):
         self.runner = runner
         return runner
 
-    def change(self, codec: Codec | str, chain: str | None = None) -> None:
-        """Go over to another codec or chain, between two steps. A collective: every rank calls it alike.
+    def change(self, codec: Codec | str | Plan, chain: str | None = None) -> None:
+        """Go over to another codec, chain or plan, between two steps. A collective: every rank calls it alike.
 
         What was not sent yet is not lost: each rank folds what it holds into its residual, or into its next gradient
         where the new chain has no residual for whole gradients. What the codec had learnt is forgotten.
         """
-        old, problem, chosen, text = self.runner, None, self.codec, ""
+        old, problem, chosen = self.runner, None, self.method
         try:
-            chosen, text = choose(codec, chain)
-            self._check_nodes(text)
+            chosen = Method.of(codec, chain)
+            chosen.check(self.tensors, self.world.size, self.world.ranks_per_node)
+            self._check_nodes(chosen)
             if old is not None and old.busy:
                 raise ExchangeError("a codec is changed between two steps, not while one is under way")
         except ThinwireError as error:
@@ -106,13 +115,13 @@ class Wire(Checkpoint):
             problem = str(error)
         if isinstance(self.world, TorchWorld):
             step = old.members[0].step if old is not None else 0
-            agree(self.world.parent, {"codec": str(chosen), "chain": text, "step": step}, problem)
-        self.codec, self.chain = chosen, text
+            agree(self.world.parent, {**chosen.facts(), "step": step}, problem)
+        self.method = chosen
         self.settings = {name: value for name, value in self.settings.items() if name in chosen.adjustable}
         if old is None:
             self.world.prepare(self._layout([self.tensors]).places(self._place()))
             return
-        layout = self._layout(old.layout.buckets())
+        layout = self._layout(self._buckets_of(old))
         self.world.prepare(layout.places(self._place()))
         runner = self._make(layout)
         for member, before in zip(runner.members, old.members, strict=True):
@@ -125,9 +134,17 @@ class Wire(Checkpoint):
     def _place(self) -> Place:
         return Place(self.world.members[0], self.world.size, self.world.ranks_per_node)
 
-    def _check_nodes(self, chain: str) -> None:
-        if chain and tree.parse(chain).hierarchical and self.world.ranks_per_node is None:
-            raise ChainError(f"{chain!r} needs nodes: {self.world.why}")
+    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
+        return self.method.layout(buckets, self._exclude, self._min_elements)
+
+    def _buckets_of(self, runner: Runner) -> Sequence[Sequence[TensorInfo]]:
+        """How the tensors come that this runner exchanges."""
+        return runner.layout.buckets()
+
+    def _check_nodes(self, method: Method) -> None:
+        for chain in method.chains:
+            if tree.parse(chain).hierarchical and self.world.ranks_per_node is None:
+                raise ChainError(f"{chain!r} needs nodes: {self.world.why}")
 
     @property
     def waiting(self) -> bool:
@@ -159,10 +176,10 @@ class Wire(Checkpoint):
         problem: str | None = None
         try:
             for name in settings:
-                if name not in self.codec.adjustable:
-                    known = ", ".join(self.codec.adjustable) or "nothing"
-                    raise ValueError(f"{self.codec} cannot change {name!r} while training; it can: {known}")
-            self.codec.at(0, settings)
+                if name not in self.method.adjustable:
+                    known = ", ".join(self.method.adjustable) or "nothing"
+                    raise ValueError(f"{self.method} cannot change {name!r} while training; it can: {known}")
+            self.method.at(0, settings)
             if self.runner is not None and self.runner.busy:
                 raise ValueError("an exchange is under way: change the codec between two steps")
         except (TypeError, ValueError) as error:
@@ -177,11 +194,11 @@ class Wire(Checkpoint):
             for member in self.runner.members:
                 member.adjust(settings)
         if self.world.members[0] == 0:
-            logger.info("from the next step on: %s", self._codec_now())
+            logger.info("from the next step on: %s", self._method_now())
 
-    def _codec_now(self) -> Codec:
-        """The codec with its numbers of the next step."""
-        return self.codec.at(self.runner.members[0].step if self.runner is not None else 0, self.settings)
+    def _method_now(self) -> Method:
+        """The method with its numbers of the next step."""
+        return self.method.at(self.runner.members[0].step if self.runner is not None else 0, self.settings)
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
@@ -195,8 +212,8 @@ class Wire(Checkpoint):
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank, means over steps: bytes it hands to collectives, seconds by phase, density, residual norm."""
         stats: dict[str, Any] = {
-            "codec": str(self._codec_now()),
-            "chain": self.chain,
+            "codec": str(self._method_now()),
+            "chain": self.method.chain,
             "world": self.world.size,
             "dense_steps": self.dense_steps,
         }

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
@@ -15,14 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import Codec
 from ..engine.agree import agree, compile_kernels, problem_of
-from ..engine.layout import Exclude, Layout, TensorInfo, build, describe, excluded, kinds_of
+from ..engine.layout import Exclude, TensorInfo, describe, excluded, kinds_of
+from ..engine.method import Method
 from ..engine.runner import Runner, explain
 from ..engine.state import Meta
 from ..engine.wire import Wire
 from ..errors import AttachError, ExchangeError, WireClosed
 from ..log import logger, set_up
+from ..planner.plan import Plan
 from ..schemes import tree
-from ..schemes.chain import choose
 from ..schemes.world import TorchWorld, ranks_per_node
 from .dense import DensePath
 
@@ -31,7 +33,7 @@ _wires: "weakref.WeakKeyDictionary[DistributedDataParallel, DDPWire]" = weakref.
 
 def attach(
     ddp: nn.Module,
-    codec: Codec | str,
+    codec: Codec | str | Plan,
     *,
     chain: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -42,7 +44,7 @@ def attach(
     """Exchange the gradients of a DDP module through `codec`. A collective: every rank calls it alike.
 
     ddp           a DistributedDataParallel, or what `torch.compile` made of one
-    codec         a codec, or its text: `"topk(density=0.01)"`, `"topk(density=0.01) via B"`
+    codec         a codec, or its text: `"topk(density=0.01)"`, `"topk(density=0.01) via B"`; or a plan
     chain         by which collectives: a leaf of the tree, by letter or notation (`docs/chains.md`)
     scaler        the GradScaler of the job, if it has one: residuals are then unscaled, and untouched by a skipped step
     exclude       shell patterns on parameter names, or a function of the name: these tensors travel dense
@@ -62,18 +64,19 @@ def attach(
     if scaler is not None and not scaler.is_enabled():
         scaler = None  # it does not skip a step that is not finite
     group = module.process_group
+    nodes = ranks_per_node(group)
     error: str | None = None
     tensors: list[TensorInfo] = []
     facts: dict[str, Any] = {}
-    text = ""
+    method: Method | None = None
     try:
-        codec, text = choose(codec, chain)
-        _check(module, codec, min_elements)
-        kinds = {_plain(name): kind for name, kind in kinds_of(module.module).items()}
-        tensors = [describe(name, p, kinds.get(name)) for name, p in _parameters(module).items()]
+        method = Method.of(codec, chain)
+        _check(module, method, min_elements)
+        kinds = {plain(name): kind for name, kind in kinds_of(module.module).items()}
+        tensors = [describe(name, p, kinds.get(name)) for name, p in parameters_of(module).items()]
+        method.check(tensors, dist.get_world_size(group), nodes[0])
         facts = {
-            "codec": str(codec),
-            "chain": text,
+            **method.facts(),
             "tensors": tensors,
             "excluded": excluded(tensors, exclude),
             "options": (min_elements, scaler is not None, module.find_unused_parameters, module.static_graph),
@@ -82,13 +85,13 @@ def attach(
     except Exception as problem:  # of any kind, the user's own `exclude` included: the other ranks wait to hear of it
         error = problem_of(problem)
     agree(group, facts, error)
-    assert isinstance(codec, Codec)
-    nodes = ranks_per_node(group)
-    if text and tree.parse(text).hierarchical and nodes[0] is None:
-        raise AttachError(f"the chain {text!r} needs nodes: {nodes[1]}")
-    compile_kernels(group, codec, text)
-    world = TorchWorld(group, codec.rounds if not text else 1, timeout, *nodes)
-    wire = DDPWire(module, world, codec, tensors, scaler, exclude, min_elements, text)
+    assert method is not None
+    for text in method.chains:
+        if tree.parse(text).hierarchical and nodes[0] is None:
+            raise AttachError(f"the chain {text!r} needs nodes: {nodes[1]}")
+    compile_kernels(group, method)
+    world = TorchWorld(group, 1, timeout, *nodes)
+    wire = DDPWire(module, world, method, tensors, scaler, exclude, min_elements)
     world.prepare(wire._layout([tensors]).places(wire._place()))
     module.register_comm_hook(wire, _exchange_bucket)
     _wires[module] = wire
@@ -96,22 +99,18 @@ def attach(
     return wire
 
 
-def attached(module: DistributedDataParallel) -> Codec | None:
-    """The codec of the wire that is attached to a module, if there is one."""
+def attached(module: DistributedDataParallel) -> Method | None:
+    """How the wire that is attached to a module exchanges, if there is one."""
     wire = _wires.get(module)
-    return None if wire is None else wire.codec
+    return None if wire is None else wire.method
 
 
-def _check(module: DistributedDataParallel, codec: Codec, min_elements: int) -> None:
-    if not isinstance(codec, Codec):
-        raise AttachError(
-            f"{codec!r} is not a codec: give thinwire.TopK(0.01), or a text such as 'topk(density=0.01)'"
-        )
-    str(codec)
+def _check(module: DistributedDataParallel, method: Method, min_elements: int) -> None:
+    str(method)  # a codec of the user's own needs a name
     if min_elements < 0:
         raise AttachError(f"min_elements must not be negative, but is {min_elements}")
     if module in _wires:
-        raise AttachError(f"a wire with {_wires[module].codec} is attached to this module already")
+        raise AttachError(f"a wire with {_wires[module].method} is attached to this module already")
     # A hook of the built-in kind stands only in DDP's log.
     name = module._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
     if module._comm_hooks:
@@ -121,21 +120,21 @@ def _check(module: DistributedDataParallel, codec: Codec, min_elements: int) -> 
     for name, child in module.module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise AttachError(f"{name!r} makes sparse gradients, which thinwire cannot compress: use sparse=False")
-    for name, parameter in _parameters(module).items():
+    for name, parameter in parameters_of(module).items():
         if parameter.is_complex():
             raise AttachError(f"{name!r} is {parameter.dtype}: complex gradients are not supported")
         if parameter.device.type != "cpu":
             raise AttachError(f"{name!r} is on {parameter.device}: only CPU tensors are supported yet")
 
 
-def _parameters(module: DistributedDataParallel) -> dict[str, nn.Parameter]:
+def parameters_of(module: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """The parameters that DDP reduces, in its own order, without a `module.` in front of their names."""
     ignored = set(module.parameters_to_ignore)
     named = module.module.named_parameters()
-    return {_plain(name): p for name, p in named if p.requires_grad and name not in ignored}
+    return {plain(name): p for name, p in named if p.requires_grad and name not in ignored}
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """The name of a parameter as it was before `torch.compile`: patterns and checkpoints fit a model with and without."""
     return name.replace("_orig_mod.", "")
 
@@ -147,26 +146,33 @@ class DDPWire(Wire):
         self,
         module: DistributedDataParallel,
         world: TorchWorld,
-        codec: Codec,
+        method: Method,
         tensors: Sequence[TensorInfo],
         scaler: torch.amp.GradScaler | None,
         exclude: Exclude,
         min_elements: int,
-        chain: str = "",
     ) -> None:
         tracks_unused = module.find_unused_parameters or module.static_graph
-        super().__init__(world, codec, tensors, chain=chain, protected=scaler is not None, tracks_unused=tracks_unused)
+        super().__init__(
+            world,
+            method,
+            tensors,
+            exclude=exclude,
+            min_elements=min_elements,
+            protected=scaler is not None,
+            tracks_unused=tracks_unused,
+        )
         self._module = weakref.ref(module)
         self._scaler = scaler
-        self._exclude, self._min_elements = exclude, min_elements
-        named = _parameters(module)
+        named = parameters_of(module)
         self._names = {id(p): name for name, p in named.items()}
         self._used: set[int] = set()
         if tracks_unused:
             for parameter in named.values():
                 parameter.register_post_accumulate_grad_hook(_marker(self._used))  # type: ignore[no-untyped-call]
         self._infos = {tensor.name: tensor for tensor in tensors}
-        self._buckets: list[list[TensorInfo]] = []
+        self._coming: list[tuple[str, ...]] = []
+        self._seen: list[tuple[str, ...]] = []
         # DDP rebuilds its buckets once, after the first step (the second with static_graph), unless it searches for
         # unused parameters. Counted in steps of ours, because all ranks count the same, joined ones included.
         self._steps_until_final = 2 if module.static_graph else 1
@@ -188,23 +194,25 @@ class DDPWire(Wire):
         )
         total = sum(tensor.elements for tensor in self._infos.values())
         share = 100 * coded / total if total else 0.0
-        memory = (8 if self._protected else 4) * coded / total if total and self.codec.keeps_residual else 0.0
+        keeping = [g for g, codec in zip(layout.groups, layout.codecs(), strict=True) if codec.keeps_residual]
+        kept = sum(slot.elements for group in keeping for slot in group.slots if slot.role == "coded")
+        memory = (8 if self._protected else 4) * kept / total if total else 0.0
         codecs = [codec.at(0, self.settings) for codec in layout.codecs()]
         estimate = [c.estimate(g.info(), self.world.size) for g, c in zip(layout.groups, codecs, strict=True)]
         travel = sum(e.gathered + e.summed for e in estimate)
         how = f"a rank hands over about {_bytes(travel)} a step instead of {_bytes(4 * total)}"
-        if self.chain:
-            how = f"by the chain {self.chain}"
+        if self.method.chain:
+            how = f"by the chain {self.method.chain}"
+        if self.plan is not None and self.plan.predicted_seconds:
+            predicted, dense = 1000 * self.plan.predicted_seconds, 1000 * self.plan.dense_seconds
+            how += f"; predicted: {predicted:.1f} ms a step, {dense:.1f} dense"
         logger.info(
             "%s on %d ranks: compresses %d of %d parameters (%.1f %%), the rest travels dense; %s; residuals add %.1f bytes "
             "a parameter; dense until the buckets are final",
-            self.codec, self.world.size, coded, total, share, how, memory,
+            self.method, self.world.size, coded, total, share, how, memory,
         )  # fmt: skip
         if self.world.size == 1:
             logger.warning("world size is 1: there is nobody to exchange with, so compression can only cost")
-
-    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
-        return build(buckets, self.codec, chain=self.chain, exclude=self._exclude, min_elements=self._min_elements)
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 
@@ -229,15 +237,14 @@ class DDPWire(Wire):
     def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
         if self.error is not None:
             raise WireClosed(f"this wire is closed: {self.error}") from self.error
+        names = self._note(bucket)
         if self.runner is not None and self.direct and not self.runner.members[0].carries:
             self.dense_steps += bucket.is_last()
-            return self._reduce(bucket)
-        names = self._names_of(bucket)
+            return self._reduce(bucket, names)
         if self.runner is None:
-            self._buckets.append([self._infos[name] for name in names])
             if self._dense_enough and not self.direct:
                 return self._hold(bucket, names)
-            future = self._reduce(bucket)
+            future = self._reduce(bucket, names)
             if bucket.is_last():
                 self._record()
             return future
@@ -260,37 +267,48 @@ class DDPWire(Wire):
             self._used.clear()
         return ended.then(_unwrap)
 
-    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
+    def _reduce(self, bucket: GradBucket, names: tuple[str, ...]) -> Future[Tensor]:
         """The mean by plain all-reduces: nothing can be faster through a Python hook."""
         if bucket.index() == 0:
             self._begin_direct()
             self._dense.begin()
             self._matches = True
         number, partition = self._direct_steps, self._partition
-        names = self._names_of(bucket) if partition is not None else ()
         self._matches &= partition is None or names in partition
         if bucket.is_last() and self._matches and self.runner is not None and number > self._steps_until_final + 1:
             self._partition = None  # the buckets are final, and are what it says: no need to look any more
         place = f"bucket {bucket.index()}, dense step {number - 1}"
         return self._dense.bucket(names, bucket, partition, place, number).then(_unwrap)
 
-    def _names_of(self, bucket: GradBucket) -> tuple[str, ...]:
-        return tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+    def _note(self, bucket: GradBucket) -> tuple[str, ...]:
+        """The tensors of a bucket; after the last one of a step it is known how DDP cuts them."""
+        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        if bucket.index() == 0:
+            self._coming = []
+        self._coming.append(names)
+        if bucket.is_last():
+            self._seen = self._coming
+        return names
+
+    def _buckets_of(self, runner: Runner) -> Sequence[Sequence[TensorInfo]]:
+        return self._cut() if self._seen else super()._buckets_of(runner)
+
+    def _cut(self) -> list[list[TensorInfo]]:
+        return [[self._infos[name] for name in names] for names in self._seen]
 
     def _record(self) -> None:
         """A dense step is over; once DDP's buckets are final, freeze the layout for the steps to come."""
         self._used.clear()
         self.dense_steps += 1
         self._own_steps += 1
-        buckets, self._buckets = self._buckets, []
         if self._dense_enough and self._own_steps > self._steps_until_final:
-            self._freeze(buckets)
+            self._freeze()
         elif self._partition is None and not self.direct:
             # A job that resumes before it has a layout has the buckets of a first step: sums must not depend on it.
-            self._partition = [tuple(tensor.name for tensor in bucket) for bucket in buckets]
+            self._partition = self._seen
 
-    def _freeze(self, buckets: Sequence[Sequence[TensorInfo]]) -> None:
-        layout = self._layout(buckets)
+    def _freeze(self) -> None:
+        layout = self._layout(self._cut())
         self.freeze(layout)
         if self.world.members[0] == 0 and not self.direct:
             logger.info("layout frozen after %d dense steps: %d groups", self.dense_steps, len(layout.groups))
@@ -306,9 +324,8 @@ class DDPWire(Wire):
         self._held.append((names, bucket.buffer(), ended))
         if bucket.is_last():
             held, self._held = self._held, []
-            buckets, self._buckets = self._buckets, []
             try:
-                self._freeze(buckets)
+                self._freeze()
                 for number, (names, buffer, future) in enumerate(held):
                     sent = self._submit(names, buffer, number == 0, number == len(held) - 1)
                     sent.add_done_callback(_passer(future))

@@ -103,7 +103,8 @@ def laws_of(text: str) -> str:
     finally:
         exchange.close()
     # Casts have no residual: what they round away is gone, which they say. Sums of 16-bit values round on their way.
-    narrow = getattr(exchange.codec, "values", "fp32") != "fp32" and not isinstance(exchange.codec, GatheredCodec)
+    codec = exchange.method.parts[0].codec
+    narrow = getattr(codec, "values", "fp32") != "fp32" and not isinstance(codec, GatheredCodec)
     allowed = 0.01 if narrow or text.startswith("cast") else 1e-5
     if worst > allowed:
         raise Failed(f"{worst:.2g} of what was given is neither sent nor kept")

@@ -95,10 +95,12 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     codec       beside codec work
     collective  beside a collective
+    latency     seconds that a collective takes longer beside backward, because its threads wait for the core
     """
 
     codec: float = 0.0
     collective: float = 0.0
+    latency: float = 0.0
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

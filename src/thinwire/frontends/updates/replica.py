@@ -149,8 +149,8 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise AttachError(f"LocalUpdates needs the model as a second argument, not {type(model).__name__}")
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and (codec := attached(module)) is not None:
-            raise AttachError(f"a wire with {codec} is attached to this module: it exchanges gradients already")
+        if isinstance(module, DistributedDataParallel) and (method := attached(module)) is not None:
+            raise AttachError(f"a wire with {method} is attached to this module: it exchanges gradients already")
     names = {id(p): name for name, p in model.named_parameters()}
     storages: dict[int, str] = {}
     for group in optimizer.param_groups:

@@ -1,0 +1,270 @@
+"""Predicted against measured steps, for random plans: what `thinwire bench predict` measures.
+
+A profile is taken in the same emulated cluster in which the plans run, and nothing of a prediction comes from the plans. All
+plans live in the same processes and take turns, round by round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import queue
+import random
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..planner.plan import VERSION, Plan, PlanGroup, PlanTensor
+from ..planner.predict import predict
+from ..planner.profile import Profile
+from .cluster import Cluster
+from .netns import LabError, format_rate, parse_rate
+from .workloads import load
+
+DRAWN = 300
+"""Random plans from which those that are run are taken."""
+
+
+@dataclass(frozen=True)
+class Options:
+    workload: str = "gpt"
+    nodes: int = 2
+    rates: tuple[str, ...] = ("1gbit", "100mbit")
+    plans: int = 20
+    seed: int = 0
+    rounds: int = 3
+    steps_per_round: int = 3
+    warm_up: int = 20
+    budget: float = 12.0
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Who wants to hear of progress: words for people, and visits that are done."""
+
+    tell: Callable[[str], None] = lambda text: None
+    visits: Callable[[int], None] = lambda count: None
+
+
+@dataclass
+class Run:
+    """What one cluster gave: `seconds` by rate and plan."""
+
+    options: Options
+    pinned: bool = False
+    profiles: list[Profile] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    calibrated: dict[str, bool] = field(default_factory=dict)
+    seconds: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------------
+
+
+def draw_plan(profile: Profile, generator: random.Random) -> Plan:
+    """Cuts at random places of backward, and a codec for each group out of a few that were drawn before."""
+    tensors = profile.tensors
+    groups = generator.randint(1, 12)
+    total, edges = sum(tensor.elements for tensor in tensors), []
+    for _ in range(groups - 1):
+        target, passed = generator.random() * total, 0
+        for place, tensor in enumerate(tensors):
+            passed += tensor.elements
+            if passed >= target:
+                edges.append(place + 1)
+                break
+    cuts = sorted({0, len(tensors), *edges})
+    known = [cost.codec if not cost.chain else f"{cost.codec} via {cost.chain}" for cost in profile.codecs]
+    menu = generator.sample(known, generator.randint(1, min(4, len(known))))
+    parts = []
+    for first, last in itertools.pairwise(cuts):
+        codec, _, chain = generator.choice(menu).partition(" via ")
+        parts.append(PlanGroup(tuple(tensor.name for tensor in tensors[first:last]), codec, chain))
+    described = tuple(PlanTensor(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors)
+    empty = Plan(
+        VERSION, profile.fingerprint, profile.model, profile.cluster, "fast", "random", 0.0, 0.0, 0.0, described, ()
+    )
+    return msgspec.structs.replace(empty, groups=tuple(parts))
+
+
+def choose_plans(profiles: Sequence[Profile], count: int, seed: int) -> list[Plan]:
+    """Plans whose predictions lie as evenly as possible between the fastest and the slowest, at each rate in turn."""
+    generator = random.Random(seed)
+    drawn = [draw_plan(profiles[0], generator) for _ in range(max(DRAWN, count))]
+    chosen: dict[int, Plan] = {}
+    for turn in range(count):
+        # The turns go over the rates; within one, over places between the fastest and the slowest plan.
+        profile = profiles[turn % len(profiles)]
+        times = [math.log(predict(profile, plan.groups).seconds) for plan in drawn]
+        share = (turn // len(profiles)) / max(1, -(-count // len(profiles)) - 1)
+        target = min(times) + share * (max(times) - min(times))
+        free = [place for place in range(len(drawn)) if place not in chosen]
+        best = min(free, key=lambda place: abs(times[place] - target))
+        chosen[best] = drawn[best]
+    return list(chosen.values())
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a few words: its groups by codec."""
+    counts = Counter(group.codec for group in plan.groups)
+    return f"{len(plan.groups)} groups: " + ", ".join(f"{count} {codec}" for codec, count in counts.items())
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------------
+
+
+def check(options: Options) -> None:
+    for rate in options.rates:
+        parse_rate(rate)
+    if options.plans < 2:
+        raise LabError("a comparison needs at least two plans")
+    load(options.workload)
+
+
+def total_visits(options: Options) -> int:
+    return options.plans * (1 + len(options.rates) * options.rounds)
+
+
+def run(options: Options, watcher: Watcher) -> Run:
+    """Profiles at all rates, then all plans at all rates, on one cluster."""
+    with Cluster(options.nodes, 1, "none") as cluster, tempfile.TemporaryDirectory() as flags:
+        if cluster.mode == "loopback":
+            raise LabError(f"predictions are about links, and there are none here: {cluster.why}")
+        outcome = Run(options)
+        phases = [*options.rates, "none", *options.rates]
+        news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        noise: list[str] = []
+
+        def read(rank: int, line: str) -> None:
+            try:
+                news.put(dict(json.loads(line)))
+            except (ValueError, TypeError):
+                noise.append(f"[{rank}] {line}")
+
+        job = cluster.start(_command(options, flags), on_line=read)
+        while True:
+            try:
+                item = news.get(timeout=0.2)
+            except queue.Empty:
+                if job.running:
+                    continue
+                break
+            if "ready" in item:
+                _shape(cluster, phases[item["ready"]], outcome, watcher)
+                Path(flags, f"go-{item['ready']}").touch()
+            elif "profile" in item:
+                outcome.profiles.append(msgspec.json.decode(item["text"], type=Profile))
+                watcher.tell(f"profile at {options.rates[item['profile']]} taken")
+            elif "plan" in item:
+                outcome.plans.append(msgspec.json.decode(item["text"], type=Plan))
+            elif "warm" in item:
+                watcher.visits(1)
+            elif "seconds" in item:
+                outcome.seconds.setdefault((item["rate"], item["contestant"]), []).extend(item["seconds"])
+                watcher.visits(1)
+        result = job.wait()
+        if result.code:
+            raise LabError("\n".join([f"the benchmark's job ended with code {result.code}:", *noise[-30:]]))
+        outcome.pinned = result.pinned
+        return outcome
+
+
+def _command(options: Options, flags: str) -> list[str]:
+    words = {
+        "--workload": options.workload,
+        "--rates": json.dumps(options.rates),
+        "--plans": options.plans,
+        "--seed": options.seed,
+        "--rounds": options.rounds,
+        "--steps": options.steps_per_round,
+        "--warm-up": options.warm_up,
+        "--budget": options.budget,
+        "--flags": flags,
+    }
+    worker = [sys.executable, "-m", "thinwire.lab.predict_worker"]
+    return [*worker, *(str(word) for pair in words.items() for word in pair)]
+
+
+def _shape(cluster: Cluster, rate: str, outcome: Run, watcher: Watcher) -> None:
+    cluster.set_rate(rate)
+    if rate == "none":
+        return
+    calibration = cluster.calibrate()
+    watcher.tell(str(calibration))
+    if not calibration.good:
+        watcher.tell("the links are not within 15 % of the rate: take times with care")
+    outcome.calibrated[rate] = outcome.calibrated.get(rate, True) and calibration.good
+
+
+# -- statistics ------------------------------------------------------------------------------------------------------------
+
+
+def rows(run: Run) -> list[dict[str, Any]]:
+    found = []
+    for number, rate in enumerate(run.options.rates):
+        for place, plan in enumerate(run.plans):
+            seconds = run.seconds.get((number, place))
+            if not seconds:
+                continue
+            predicted = predict(run.profiles[number], plan.groups).seconds
+            measured = statistics.median(seconds)
+            found.append(
+                {
+                    "workload": run.options.workload,
+                    "nodes": run.options.nodes,
+                    "rate": format_rate(parse_rate(rate)),
+                    "plan": place,
+                    "predicted_seconds": predicted,
+                    "measured_seconds": measured,
+                    "error": predicted / measured - 1.0,
+                    "samples": len(seconds),
+                    "groups": len(plan.groups),
+                    "description": describe(plan),
+                    "pinned": run.pinned,
+                    "calibrated": run.calibrated.get(rate, False),
+                }
+            )
+    return found
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Over all rows, and by workload and rate: mean absolute error, rank correlation, span of the predictions."""
+    result = _summary(rows)
+    parts = sorted({(row["workload"], row["rate"]) for row in rows})
+    for workload, rate in parts:
+        chosen = [row for row in rows if (row["workload"], row["rate"]) == (workload, rate)]
+        result |= {f"{name} ({workload}, {rate})": value for name, value in _summary(chosen).items()}
+    return result
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    predicted = [row["predicted_seconds"] for row in rows]
+    measured = [row["measured_seconds"] for row in rows]
+    return {
+        "plans": len(rows),
+        "mean_absolute_error": statistics.mean(abs(row["error"]) for row in rows),
+        "rank_correlation": rank_correlation(predicted, measured),
+        "span": max(predicted) / min(predicted),
+    }
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's; 0 where one of them is constant."""
+    a, b = _ranks(first), _ranks(second)
+    if len(a) < 2 or len(set(a)) == 1 or len(set(b)) == 1:
+        return 0.0
+    return statistics.correlation(a, b)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Places in ascending order, ties in the middle of theirs."""
+    ordered = sorted(values)
+    return [statistics.mean(place for place, other in enumerate(ordered) if other == value) for value in values]

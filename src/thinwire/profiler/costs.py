@@ -1,0 +1,301 @@
+"""What codecs cost on the gradients of a job: seconds of work between collectives, bytes, and what they hold back.
+
+A codec is run as the engine runs it, over real collectives, on groups of the job's own tensors. All ranks do it together.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec, GroupInfo, ParameterInfo, Sum
+from ..kernels.finite import all_finite
+from ..planner import profile
+from ..planner.profile import CodecCost, Line, Link, Round
+from ..schemes import tree
+from ..schemes.chain import Chain, choose, places
+from ..schemes.conversation import Conversation, MakeRoom, make_room
+from ..schemes.world import Collective, Place, Scope, TorchWorld
+from .fit import fit
+from .links import NAMES, agreed
+
+WARM_UP, MEASURED = 3, 3
+SMALL = 1024
+"""Tensors with fewer elements travel dense, whatever the codec."""
+
+_CACHE_BYTES = 32 << 20
+
+
+@dataclass
+class Sample:
+    """One exchange of one group on one rank."""
+
+    elements: int
+    work: list[float]
+    wire: list[tuple[profile.Collective, Scope, int, float]]
+    """Each collective: the bytes that this rank handed over, and the seconds it took."""
+
+
+@dataclass
+class Samples:
+    """All exchanges of one codec on one rank; `held` is what it still holds of `given`, as squared norms."""
+
+    codec: str
+    chain: str
+    samples: list[Sample] = field(default_factory=list)
+    held: float = 0.0
+    given: float = 0.0
+
+
+class Rehearsal:
+    """One group with one codec and chain on this rank, as `engine.member.GroupRun` is."""
+
+    def __init__(self, codec: Codec, chain: str, info: GroupInfo, place: Place, room: MakeRoom) -> None:
+        self.codec, self.info = codec, info
+        now = codec.at(0)
+        self.chain = Chain(tree.parse(chain), now, info, place, room) if chain else None
+        self.talk: Conversation | None = None
+        sizes = [info.elements]
+        if self.chain is not None:
+            sizes = [holding.stop - holding.start for holding in self.chain.holdings]
+        else:
+            capacity = make_room(now, [info], place.size, room)
+            state = now.start(info, place.rank, place.size)
+            self.talk = Conversation(info, now, state, capacity, place.size, place.rank)
+        self.residuals = [torch.zeros(size) for size in sizes] if codec.keeps_residual else []
+
+    def exchange(self, gradient: Tensor, step: int) -> Generator[Collective, None, None]:
+        if self.chain is not None:
+            yield from self.chain.run(gradient, self.residuals, step)
+        else:
+            assert self.talk is not None
+            residual = self.residuals[0] if self.residuals else torch.empty(0)
+            yield from self.talk.speak(gradient, residual, torch.empty(0), step)
+        if self.chain.tests_result if self.chain is not None else not self.codec.keeps_residual:
+            all_finite(gradient)
+
+    def finish(self) -> None:
+        """The step counts."""
+        if self.chain is not None:
+            self.chain.observe()
+            if self.chain.states:
+                self.codec.commit(self.chain.states)
+            return
+        assert self.talk is not None
+        if self.talk.capacity is not None and self.talk.wanted >= 0:
+            self.talk.capacity.observe(self.talk.wanted)
+        self.codec.commit([self.talk.state])
+
+
+def measure(
+    texts: Sequence[str],
+    tensors: Sequence[profile.Tensor],
+    gradients: Sequence[Mapping[str, Tensor]],
+    world: TorchWorld,
+    room: MakeRoom,
+    links: Sequence[Link],
+    *,
+    budget: float,
+) -> list[Samples]:
+    """Each codec on up to three sizes of groups, within about `budget` seconds in all. `gradients` are of several steps."""
+    place = Place(world.rank, world.size, world.ranks_per_node)
+    chosen = [choose(text) for text in texts]
+    for codec, chain in chosen:
+        world.prepare(_places(codec, chain, place))
+    # The smallest and the largest say most about a line.
+    groups = pick(tensors)
+    groups = groups[:1] + groups[:0:-1]
+    found = []
+    for position, (text, (codec, chain)) in enumerate(zip(texts, chosen, strict=True)):
+        begun = time.perf_counter()
+        name, _, via = text.partition(" via ")
+        samples = Samples(name, via)
+        for group in groups:
+            left = budget / (len(texts) - position) - agreed(world, time.perf_counter() - begun)
+            expected = expected_seconds(codec, group, world.size, links) * (WARM_UP + MEASURED)
+            last = group is groups[-1] and len({sample.elements for sample in samples.samples}) == 1
+            if samples.samples and expected > left and not last:
+                continue
+            _measure_group(samples, codec, chain, group, gradients, world, place, room)
+        found.append(samples)
+        budget -= agreed(world, time.perf_counter() - begun)
+    return found
+
+
+_ROUTINES: dict[str, profile.Collective] = {
+    "AR": "all_reduce",
+    "RS": "all_to_all",  # and a sum: see schemes/reducescatter.py
+    "AG": "all_gather",
+    "A2A": "all_to_all",
+    "R": "reduce",
+    "B": "broadcast",
+    "G": "gather",
+}
+
+
+def collectives(text: str, place: Place) -> set[tuple[profile.Collective, Scope]]:
+    """Those that a codec and its chain may use between these ranks."""
+    chain = choose(text)[1]
+    own: list[profile.Collective] = ["all_gather", "all_reduce"]
+    if not chain:
+        return {(collective, "flat") for collective in own}
+    leaf, found = tree.parse(chain), set[tuple[profile.Collective, Scope]]()
+    for op in leaf.ops:
+        if op.scope is not None and place.count(op.scope) > 1:
+            spoken = own if leaf.summed and op.compressed else [_ROUTINES[op.routine]]
+            found.update((collective, op.scope) for collective in spoken)
+    return found
+
+
+def _places(codec: Codec, chain: str, place: Place) -> list[tuple[int, Scope]]:
+    if chain:
+        return places(tree.parse(chain), codec, place)
+    return [(round_, "flat") for round_ in range(codec.rounds)]
+
+
+def _measure_group(
+    samples: Samples,
+    codec: Codec,
+    chain: str,
+    info: GroupInfo,
+    gradients: Sequence[Mapping[str, Tensor]],
+    world: TorchWorld,
+    place: Place,
+    room: MakeRoom,
+) -> None:
+    rehearsal = Rehearsal(codec, chain, info, place, room)
+    sources = [flatten(info, gradient) for gradient in gradients]
+    given, gradient = torch.zeros(info.elements), torch.empty(info.elements)
+    cache = torch.ones(_CACHE_BYTES // 4)
+    for step in range(WARM_UP + MEASURED):
+        cache.sum()  # in a step everything else lies between two uses of a residual
+        source = sources[step % len(sources)]
+        gradient.copy_(source)
+        sample = Sample(info.elements, [], [])
+        _drive(rehearsal.exchange(gradient, step), world, sample)
+        rehearsal.finish()
+        given += source
+        if step >= WARM_UP:
+            samples.samples.append(sample)
+    samples.given += float(given.square().sum())
+    if codec.keeps_residual:
+        samples.held += sum(float(residual.square().sum()) for residual in rehearsal.residuals)
+    elif not codec.direct:
+        samples.held += _rounding(codec, info, given)
+
+
+def _rounding(codec: Codec, info: GroupInfo, source: Tensor) -> float:
+    """What a codec that keeps nothing loses by itself: the squared distance of what one rank alone makes of a gradient."""
+    result = source.clone()
+    steps = codec.exchange(result, torch.empty(0), codec.start(info, 0, 1))
+    answer = None
+    while True:
+        try:
+            request = steps.send(answer)
+        except StopIteration:
+            return float((result - source).square().sum())
+        assert isinstance(request, Sum)
+        answer = request.values
+
+
+def _drive(steps: Generator[Collective, None, None], world: TorchWorld, sample: Sample) -> None:
+    """Carry out an exchange, one collective after the other, and note how long each part takes."""
+    round_, begun = 0, time.perf_counter()
+    for part in steps:
+        sample.work.append(time.perf_counter() - begun)
+        if part.operation == "idle":  # only the first rank of each node speaks; what it said counts
+            sample.wire.append(("broadcast", part.scope, 0, 0.0))
+            begun, round_ = time.perf_counter(), round_ + 1
+            continue
+        done = threading.Event()
+        issued = time.perf_counter()
+        pending = world.issue(round_, [part], done.set)
+        done.wait()
+        begun = time.perf_counter()
+        sample.wire.append((NAMES[part.operation], part.scope, part.bytes, begun - issued))
+        pending.check()  # a sum of two ranks is added here
+        round_ += 1
+    sample.work.append(time.perf_counter() - begun)
+
+
+def flatten(info: GroupInfo, gradient: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([gradient[parameter.name].reshape(-1).float() for parameter in info.parameters])
+
+
+def pick(tensors: Sequence[profile.Tensor], shares: Sequence[float] = (1 / 32, 1 / 8, 1 / 2)) -> list[GroupInfo]:
+    """Groups of tensors that follow each other in backward, of about these shares of all elements."""
+    large = [tensor for tensor in tensors if tensor.elements >= SMALL] or list(tensors)
+    total = sum(tensor.elements for tensor in large)
+    found: dict[tuple[str, ...], GroupInfo] = {}
+    for share in shares:
+        best: list[profile.Tensor] = []
+        distance = math.inf
+        for first in range(len(large)):
+            size, last = 0, first
+            while last < len(large) and (size == 0 or size + large[last].elements <= 1.5 * share * total):
+                size += large[last].elements
+                last += 1
+            away = abs(math.log(size / (share * total)))
+            if away < distance:
+                best, distance = large[first:last], away
+        names = tuple(tensor.name for tensor in best)
+        found[names] = _info(best)
+    return sorted(found.values(), key=lambda info: info.elements)
+
+
+def _info(tensors: Sequence[profile.Tensor]) -> GroupInfo:
+    parameters, offset = [], 0
+    for tensor in tensors:
+        parameters.append(ParameterInfo(tensor.name, offset, tensor.elements, tensor.shape, tensor.kind))
+        offset += tensor.elements
+    return GroupInfo("rehearsal", offset, tuple(parameters))
+
+
+def expected_seconds(codec: Codec, group: GroupInfo, world: int, links: Sequence[Link]) -> float:
+    """A rough time of one exchange, before it is measured: bytes over the links, and a memory pass or two."""
+    estimate = codec.at(0).estimate(group, world)
+    lines = {link.collective: link.line for link in links if link.scope == "flat"}
+    seconds = 3e-9 * group.elements * max(1.0, estimate.passes)
+    for collective, size in (("all_gather", estimate.gathered), ("all_reduce", estimate.summed)):
+        if size and collective in lines:
+            seconds += lines[collective](size)
+    return seconds
+
+
+def cost(everyone: Sequence[Samples]) -> CodecCost:
+    """The costs of one codec from what all ranks measured of it."""
+    first = everyone[0]
+    samples = [sample for samples in everyone for sample in samples.samples]
+    rounds = len(samples[0].wire) if len(everyone) > 1 else 0
+
+    def line(values: Sequence[tuple[int, float]]) -> Line:
+        """Medians by size, then a line through them."""
+        sizes = sorted({elements for elements, _ in values})
+        middle = [statistics.median(value for elements, value in values if elements == size) for size in sizes]
+        return fit(sizes, middle) if len(sizes) > 1 else Line(slope=middle[0] / sizes[0])
+
+    def work(place: int) -> Line:
+        return line([(sample.elements, sample.work[place]) for sample in samples])
+
+    steps = []
+    for place in range(rounds):
+        collective, scope, _, _ = samples[0].wire[place]
+        spoken = [sample for sample in samples if sample.wire[place][2]] or samples
+        size = line([(sample.elements, float(sample.wire[place][2])) for sample in spoken])
+        steps.append(Round(collective, size, scope, work(place + 1) if place + 1 < rounds else Line()))
+    held, given = sum(each.held for each in everyone), sum(each.given for each in everyone)
+    return CodecCost(
+        codec=first.codec,
+        chain=first.chain,
+        encode=work(0),
+        decode=work(-1),
+        rounds=tuple(steps),
+        loss=math.sqrt(held / given) if given else 0.0,
+    )

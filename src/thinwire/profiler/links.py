@@ -1,0 +1,168 @@
+"""How long collectives take between these ranks, and what they take away from backward beside them.
+
+Everything here is a collective: all ranks call it alike, and whatever decides how often something is measured is agreed on.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..planner import profile
+from ..planner.profile import Link
+from ..schemes.world import Collective, Operation, Place, Scope, TorchWorld
+from .ballast import Ballast
+from .fit import fit
+
+SMALLEST_BYTES, LARGEST_BYTES, SIZES = 64, 16 << 20, 12
+REPETITIONS = 5
+
+OPERATIONS: dict[profile.Collective, Operation] = {
+    "all_reduce": "average",
+    "all_gather": "gather",
+    "all_to_all": "all to all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "collect",
+}
+"""How the collectives of a profile are issued. A reduce-scatter of gloo is an all-to-all and a sum."""
+
+NAMES: dict[Operation, profile.Collective] = {
+    **{operation: name for name, operation in OPERATIONS.items()},
+    "sum": "all_reduce",
+    "max": "all_reduce",
+}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What one rank measured of one collective: seconds by size."""
+
+    collective: profile.Collective
+    scope: Scope
+    ranks: int
+    bytes: list[int]
+    seconds: list[float]
+
+    def link(self) -> Link:
+        return Link(self.collective, self.scope, self.ranks, fit(self.bytes, self.seconds))
+
+
+def measure(
+    world: TorchWorld,
+    kinds: Sequence[tuple[profile.Collective, Scope]],
+    *,
+    budget: float,
+    largest: int = LARGEST_BYTES,
+) -> list[Samples]:
+    """Each kind at up to 12 sizes, within about `budget` seconds in all; the same numbers on all ranks."""
+    found = []
+    for place, (collective, scope) in enumerate(kinds):
+        began = time.perf_counter()
+        found.append(_measure_one(world, collective, scope, budget / max(1, len(kinds) - place), largest))
+        budget -= agreed(world, time.perf_counter() - began)
+    return found
+
+
+def _measure_one(
+    world: TorchWorld, collective: profile.Collective, scope: Scope, budget: float, largest: int
+) -> Samples:
+    place = Place(world.rank, world.size, world.ranks_per_node)
+    ranks = place.count(scope)
+    samples = Samples(collective, scope, ranks, [], [])
+    ratio = (largest / SMALLEST_BYTES) ** (1 / (SIZES - 1))
+    _time(world, collective, scope, SMALLEST_BYTES, ranks)  # connections are made
+    begun, seconds, repetitions = time.perf_counter(), 0.0, REPETITIONS
+    for step in range(SIZES):
+        size = _round_up(int(SMALLEST_BYTES * ratio**step), 16 * ranks)
+        times = [_time(world, collective, scope, size, ranks) for _ in range(repetitions)]
+        seconds, spent = agreed(world, statistics.median(times)), agreed(world, time.perf_counter() - begun)
+        samples.bytes.append(size)
+        samples.seconds.append(seconds)
+        # What is left must do for all larger sizes, and each takes `ratio` times as long once the rate rules.
+        repetitions = REPETITIONS if spent < budget * (step + 1) / SIZES and seconds < budget / 40 else 2
+        if step >= 2 and spent + repetitions * ratio * seconds > budget:
+            break
+    return samples
+
+
+def _time(world: TorchWorld, collective: profile.Collective, scope: Scope, size: int, ranks: int) -> float:
+    """From the issue of one collective to its end, on ranks that begin together."""
+    part, done = _part(collective, scope, size, ranks, world), threading.Event()
+    dist.barrier(group=world.parent)
+    begun = time.perf_counter()
+    pending = world.issue(0, [part], done.set)
+    done.wait()
+    seconds = time.perf_counter() - begun
+    pending.check()
+    return seconds
+
+
+def _part(collective: profile.Collective, scope: Scope, size: int, ranks: int, world: TorchWorld) -> Collective:
+    """A collective to which a rank hands `size` bytes."""
+    operation = OPERATIONS[collective]
+    if operation in ("average", "reduce"):
+        return Collective(operation, torch.zeros(size // 4), scope=scope)
+    tensor, output = torch.zeros(size, dtype=torch.uint8), None
+    first = Place(world.rank, world.size, world.ranks_per_node).index(scope) == 0
+    if operation == "gather" or (operation == "collect" and first):
+        output = torch.empty(size * ranks, dtype=torch.uint8)
+    elif operation == "all to all":
+        output = torch.empty(size, dtype=torch.uint8)
+    return Collective(operation, tensor, output, scope)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Collectives beside computation.
+
+    share    of the time of a collective that is taken from the computation
+    latency  seconds that a small collective takes longer
+    """
+
+    share: float
+    latency: float
+
+
+def beside(world: TorchWorld, samples: Samples, *, budget: float, repetitions: int = 5) -> Beside:
+    """All-gathers beside matrix products on the same core, or not on the same: one small, one that takes a while.
+
+    samples: what all-gathers take alone.
+    """
+    ballast, enough = Ballast(), min(budget / 4 / repetitions, 0.05)
+    size = next((size for size, seconds in zip(samples.bytes, samples.seconds, strict=True) if seconds >= enough), 0)
+    size = size or samples.bytes[-1]
+    shares: list[float] = []
+    delays: list[float] = []
+    for _ in range(repetitions):
+        passed, taken = _beside(world, ballast, size)
+        shares.append(taken / passed)
+        delays.append(_beside(world, ballast, 4096)[0])
+    alone = [_time(world, "all_gather", "flat", 4096, world.size) for _ in range(repetitions)]
+    # The end is seen between two products: half of one is not the collective's.
+    delay = statistics.median(delays) - ballast.seconds / 2 - statistics.median(alone)
+    return Beside(agreed(world, min(1.0, statistics.median(shares))), agreed(world, max(0.0, delay)))
+
+
+def _beside(world: TorchWorld, ballast: Ballast, size: int) -> tuple[float, float]:
+    part, under_way = _part("all_gather", "flat", size, world.size, world), []
+    dist.barrier(group=world.parent)
+    return ballast.beside(lambda done: under_way.append(world.issue(0, [part], done)))
+
+
+def agreed(world: TorchWorld, value: float) -> float:
+    """The mean over all ranks: a number on which they can decide alike."""
+    tensor: Tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=world.parent)
+    return float(tensor)
+
+
+def _round_up(value: int, step: int) -> int:
+    return max(step, -(-value // step) * step)

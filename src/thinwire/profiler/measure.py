@@ -1,0 +1,178 @@
+"""All measurements of a job put together into a profile. A collective; every rank gets the same one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..planner import profile
+from ..planner.profile import VERSION, Cluster, Contention, Profile, fingerprint
+from ..schemes.conversation import MakeRoom
+from ..schemes.world import Place, Scope, TorchWorld
+from . import costs, links
+from .ballast import Ballast
+from .watch import Compute
+
+CANDIDATES = (
+    "dense",
+    "cast",
+    "int8",
+    "micro(density=0.05)",
+    "micro(density=0.01)",
+    "micro(density=0.001)",
+    "adacomp",
+    "laplace(density=0.01)",
+    "randomblock",
+    "lowrank",
+)
+"""What a plan may choose from."""
+
+HIERARCHICAL = (
+    "dense via iRS eAR iAG",
+    "cast via iRS comp eARc dec iAG",
+    "micro(density=0.01) via iRS comp eARc dec iAG",
+)
+"""The same where several ranks share a node and there are several nodes."""
+
+
+@dataclass
+class Own:
+    """What one rank contributes to a profile."""
+
+    compute: Compute
+    codecs: list[costs.Samples]
+    energy: dict[str, float]
+    codec_contention: float
+
+
+def measure(
+    model: str,
+    tensors: Sequence[profile.Tensor],
+    compute: Compute,
+    gradients: Sequence[Mapping[str, torch.Tensor]],
+    world: TorchWorld,
+    room: MakeRoom,
+    *,
+    candidates: Sequence[str] | None = None,
+    budget: float = 15.0,
+    rate: str = "",
+    group_overhead: float = 0.0,
+) -> Profile:
+    """Measure links and codecs for about `budget` seconds, and write down what all ranks found.
+
+    tensors are in any order, their `ready` is taken from `compute`; gradients are this rank's own, of several steps; room is
+    how the engine chooses the capacity of messages.
+    """
+    begun = time.perf_counter()
+    order = {name: place for place, name in enumerate(compute.ready)}
+    tensors = sorted((tensor for tensor in tensors if tensor.name in order), key=lambda tensor: order[tensor.name])
+    total = 4 * sum(tensor.elements for tensor in tensors)
+    place = Place(world.rank, world.size, world.ranks_per_node)
+    layered = world.ranks_per_node is not None and 1 < world.ranks_per_node < world.size
+    if candidates is None:
+        candidates = CANDIDATES + (HIERARCHICAL if layered else ())
+    # The all-gather comes first: its times decide how long others are measured.
+    kinds: list[tuple[profile.Collective, Scope]] = [("all_gather", "flat"), ("all_reduce", "flat")]
+    kinds += sorted({kind for text in candidates for kind in costs.collectives(text, place)} - set(kinds))
+    world.prepare({(0, scope) for _, scope in kinds})
+    alone = world.size == 1
+    lines = [] if alone else links.measure(world, kinds, budget=budget / 3, largest=max(total, 1 << 16))
+    found = [samples.link() for samples in lines]
+    besides = links.Beside(0.0, 0.0) if alone else links.beside(world, lines[0], budget=budget / 10)
+    left = budget - links.agreed(world, time.perf_counter() - begun)
+    measured = costs.measure(candidates, tensors, gradients, world, room, found, budget=max(left, budget / 4))
+    energy = {
+        tensor.name: sum(float(step[tensor.name].float().square().sum()) for step in gradients) / len(gradients)
+        for tensor in tensors
+    }
+    mine = Own(compute, measured, energy, _codec_contention())
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, mine, group=world.parent)
+    return _put_together(model, tensors, everyone, place, found, besides, rate, group_overhead)
+
+
+def _put_together(
+    model: str,
+    tensors: Sequence[profile.Tensor],
+    everyone: Sequence[Own],
+    place: Place,
+    found: Sequence[profile.Link],
+    besides: links.Beside,
+    rate: str,
+    group_overhead: float,
+) -> Profile:
+    remarks = []
+    orders = [list(own.compute.ready) for own in everyone]
+    if any(order != orders[0] for order in orders):
+        first = next(rank for rank, order in enumerate(orders) if order != orders[0])
+        remarks.append(
+            f"gradients of rank {first} come in another order than those of rank 0, whose order stands here"
+        )
+    # A group is exchanged when the slowest rank has it.
+    ready, latest = {}, 0.0
+    for tensor in sorted(tensors, key=lambda tensor: orders[0].index(tensor.name)):
+        latest = max(latest, *(own.compute.ready.get(tensor.name, 0.0) for own in everyone))
+        ready[tensor.name] = latest
+    described = tuple(
+        profile.Tensor(
+            tensor.name,
+            tensor.elements,
+            tensor.kind,
+            tensor.dtype,
+            ready[tensor.name],
+            tensor.shape,
+            sum(own.energy[tensor.name] for own in everyone) / len(everyone),
+        )
+        for tensor in sorted(tensors, key=lambda tensor: orders[0].index(tensor.name))
+    )
+    each = place.ranks_per_node or 1
+    cluster = Cluster(place.size // each, each, rate=rate)
+    codecs = [costs.cost([own.codecs[index] for own in everyone]) for index in range(len(everyone[0].codecs))]
+    slowest = {name: max(getattr(own.compute, name) for own in everyone) for name in ("forward", "optimizer", "wall")}
+    return Profile(
+        VERSION,
+        fingerprint(described, cluster),
+        model,
+        cluster,
+        forward=slowest["forward"],
+        backward=latest,
+        optimizer=slowest["optimizer"],
+        tensors=described,
+        links=tuple(found),
+        codecs=tuple(codecs),
+        contention=Contention(
+            codec=sum(own.codec_contention for own in everyone) / len(everyone),
+            collective=besides.share,
+            latency=besides.latency,
+        ),
+        group_overhead=group_overhead,
+        native_seconds=slowest["wall"],
+        remarks=tuple(remarks),
+    )
+
+
+def _codec_contention(rounds: int = 5) -> float:
+    """What a second of work in another thread takes from a computation: 1 on the same core, 0 on a free one."""
+    ballast, residual, gradient = Ballast(), torch.zeros(1 << 20), torch.zeros(1 << 20)
+
+    def work(done: Any = None) -> None:
+        for _ in range(10):
+            residual.add_(gradient)
+        if done is not None:
+            done()
+
+    work()
+    begun = time.perf_counter()
+    for _ in range(rounds):
+        work()
+    alone = (time.perf_counter() - begun) / rounds
+    taken = [
+        ballast.beside(lambda done: threading.Thread(target=work, args=(done,)).start())[1] for _ in range(rounds)
+    ]
+    return min(1.0, sorted(taken)[rounds // 2] / alone)

@@ -1,0 +1,165 @@
+"""When each gradient of a step is ready, and what else a step takes. Watches a training loop without changing it.
+
+Ready times are taken on the clock of the thread that runs backward: it stands still while another thread has the core, so
+DDP's own collectives beside it do not count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+@dataclass
+class Step:
+    """One step as it was seen. Seconds; `ready` since backward began, in the order of arrival."""
+
+    forward: float = 0.0
+    ready: dict[str, float] = field(default_factory=dict)
+    optimizer: float = 0.0
+    wall: float = 0.0
+    """From the start of forward to the end of the optimizer's step."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Medians over steps: what a step computes on this rank."""
+
+    forward: float
+    backward: float
+    optimizer: float
+    wall: float
+    ready: dict[str, float]
+    """In the order in which backward makes gradients ready."""
+
+
+class Watch:
+    """Hooks on a module that is trained data-parallel; `named` are the parameters that are exchanged.
+
+    Passes without an exchange (`no_sync`) do not count. From the steps in `keep` copies of this rank's own gradients are kept,
+    before anybody averages them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        named: Mapping[str, nn.Parameter],
+        *,
+        keep: range = range(0),
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.steps: list[Step] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        self._module = weakref.ref(module)
+        self._keep, self._on_step = keep, on_step
+        self._step: Step | None = None
+        self._begun = self._backward = self._optimizing = 0.0
+        self._in_backward = False
+        self._own = {id(parameter) for parameter in named.values()}
+        self._hooks: list[Any] = [
+            module.register_forward_pre_hook(self._forward_begins),
+            module.register_forward_hook(self._forward_ends),
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        for name, parameter in named.items():
+            hook = parameter.register_post_accumulate_grad_hook(self._marker(name))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def compute(self, skip: int = 1) -> Compute:
+        """Medians over the steps seen, without the first ones: they also build buffers."""
+        steps = self.steps[min(skip, len(self.steps) - 1) :]
+        if not steps or not steps[0].ready:
+            raise ValueError("no step was seen yet")
+        names = [name for name in steps[-1].ready if all(name in step.ready for step in steps)]
+        ready = {name: statistics.median(step.ready[name] for step in steps) for name in names}
+        ready = dict(sorted(ready.items(), key=lambda item: item[1]))
+        return Compute(
+            forward=statistics.median(step.forward for step in steps),
+            backward=max(ready.values()),
+            optimizer=statistics.median(step.optimizer for step in steps),
+            wall=statistics.median(step.wall for step in steps),
+            ready=ready,
+        )
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and getattr(module, "require_backward_grad_sync", True):
+            if self._step is not None and self._step.ready and not self._step.wall:
+                self._step_ends(0.0)  # an optimizer that is not torch's
+            self._step, self._begun, self._in_backward = Step(), time.perf_counter(), False
+
+    def _forward_ends(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self._step is not None:
+            for tensor in _tensors(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        if self._step is not None and not self._in_backward:
+            self._in_backward = True
+            self._step.forward = time.perf_counter() - self._begun
+            self._backward = time.thread_time()
+
+    def _marker(self, name: str) -> Callable[[Tensor], None]:
+        def mark(parameter: Tensor) -> None:
+            module = self._module()
+            if self._step is None or module is None or not getattr(module, "require_backward_grad_sync", True):
+                return
+            if not self._in_backward:  # an output that nobody could watch
+                self._backward_begins(parameter)
+            self._step.ready[name] = time.thread_time() - self._backward
+            if len(self.steps) in self._keep and parameter.grad is not None:
+                while len(self.gradients) <= len(self.steps) - self._keep.start:
+                    self.gradients.append({})
+                before = time.thread_time()
+                self.gradients[-1][name] = parameter.grad.detach().clone()
+                self._backward += time.thread_time() - before
+
+        return mark
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizing = time.perf_counter()
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        mine = any(id(parameter) in self._own for group in optimizer.param_groups for parameter in group["params"])
+        if mine and self._step is not None and self._step.ready and not self._step.wall:
+            self._step_ends(time.perf_counter() - self._optimizing)
+
+    def _step_ends(self, optimizer: float) -> None:
+        assert self._step is not None
+        self._step.optimizer = optimizer
+        self._step.wall = time.perf_counter() - self._begun
+        self.steps.append(self._step)
+        self._step = None
+        self._on_step()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in what a module returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from _tensors(getattr(value, name))

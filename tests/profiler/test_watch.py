@@ -1,0 +1,115 @@
+"""Watching a training loop: every gradient is seen, in its order, and the loop is not changed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.models import batch, digest, mlp, wrapped
+from tests.ranks import run
+from thinwire.profiler.watch import Watch
+
+
+def _loop(model: nn.Module, steps: int, watch: Watch | None = None) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        inputs, targets = batch(step, 0)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_every_gradient_in_order() -> None:
+    model, plain = mlp(0), mlp(0)
+    ended = []
+    watch = Watch(model, dict(model.named_parameters()), keep=range(2, 4), on_step=lambda: ended.append(1))
+    watched = _loop(model, 5)
+    assert all(torch.equal(a, b) for a, b in zip(watched, _loop(plain, 5), strict=True))
+    assert len(watch.steps) == len(ended) == 5
+    found = watch.compute()
+    assert list(found.ready)[:2] in (["4.bias", "4.weight"], ["4.weight", "4.bias"])
+    assert list(found.ready)[-2:] in (["0.bias", "0.weight"], ["0.weight", "0.bias"])
+    assert list(found.ready.values()) == sorted(found.ready.values())
+    assert found.backward == max(found.ready.values())
+    assert 0 < found.forward < found.wall
+    assert 0 < found.optimizer < found.wall
+    assert [set(kept) for kept in watch.gradients] == [set(found.ready)] * 2
+    watch.close()
+    _loop(model, 2)
+    assert len(watch.steps) == 5
+
+
+class Odd(nn.Module):
+    """Returns a dictionary, uses a parameter twice, and has one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.idle = nn.Linear(32, 32), nn.Linear(4, 4)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"logits": [self.head(self.shared(self.shared(x)))], "note": "text"}
+
+
+def test_outputs_of_any_form() -> None:
+    model = Odd()
+    watch = Watch(model, dict(model.named_parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        inputs, targets = batch(step, 0)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs)["logits"][0], targets).backward()
+        optimizer.step()
+    found = watch.compute()
+    assert set(found.ready) == {"shared.weight", "shared.bias", "head.weight", "head.bias"}
+    assert found.forward > 0
+
+
+def test_a_loop_without_an_optimizer_of_torch() -> None:
+    model = mlp(0)
+    watch = Watch(model, dict(model.named_parameters()))
+    for step in range(4):
+        inputs, targets = batch(step, 0)
+        model.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+            model(inputs)  # an evaluation is not a step
+    assert len(watch.steps) == 3  # the last one has not ended yet
+    with pytest.raises(ValueError, match="no step was seen"):
+        Watch(mlp(0), {}).compute()
+
+
+def _accumulated() -> tuple[int, int, str]:
+    """Gradients are kept before DDP averages them; passes without an exchange do not count."""
+    rank = dist.get_rank()
+    ddp, alone = wrapped(mlp(0)), mlp(0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    watch = Watch(ddp, dict(ddp.module.named_parameters()), keep=range(1))
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            with ddp.no_sync() if part == 0 else contextlib.nullcontext():
+                inputs, targets = batch(10 * step + part, rank)
+                nn.functional.cross_entropy(ddp(inputs), targets).backward()
+        optimizer.step()
+        if step == 0:
+            for part in range(2):
+                inputs, targets = batch(part, rank)
+                nn.functional.cross_entropy(alone(inputs), targets).backward()
+            for name, parameter in alone.named_parameters():
+                assert torch.allclose(watch.gradients[0][name], parameter.grad, atol=1e-6), name
+    return len(watch.steps), len(watch.gradients), digest(ddp)
+
+
+def test_own_gradients_of_passes_that_are_exchanged() -> None:
+    first, second = run(2, _accumulated)
+    assert first[:2] == (3, 1)
+    assert first[2] == second[2]
