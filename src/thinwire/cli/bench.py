@@ -173,7 +173,9 @@ def step(
 
 @app.command()
 def predict(
-    workloads: Annotated[str, typer.Option(help="Out of gpt, gpt-small, vgg, resnet, lstm.")] = "gpt,vgg",
+    workloads: Annotated[
+        str, typer.Option("--workload", "--workloads", help="Out of gpt, gpt-small, vgg, resnet, lstm.")
+    ] = "gpt,vgg",
     nodes: Annotated[
         int, typer.Option(help="Emulated machines; more than there are cores measure the scheduler.", min=2)
     ] = 2,

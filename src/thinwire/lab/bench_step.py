@@ -11,7 +11,6 @@ import queue
 import random
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,60 +155,64 @@ def check(options: Options) -> None:
 
 
 def total_visits(options: Options, clusters: int = 1) -> int:
-    return clusters * len(options.methods) * (1 + len(options.rates) * options.rounds)
+    return clusters * len(options.methods) * len(options.rates) * (1 + options.rounds)
 
 
 def run(nodes: int, options: Options, watcher: Watcher) -> Run:
-    """All rates and methods on one cluster of `nodes` nodes."""
-    # Methods warm up, and DDP finds its buckets, while the links are not shaped.
-    with Cluster(nodes, options.ranks_per_node, "none") as cluster, tempfile.TemporaryDirectory() as flags:
+    """All rates and methods on one cluster of `nodes` nodes.
+
+    Every rate has a job of its own, started when the links are shaped: a connection that is older goes on building packets
+    for the rate it was made at, which the shaper must cut up, and that costs the processor of a dense method the most.
+    """
+    with Cluster(nodes, options.ranks_per_node, "none") as cluster:
         if cluster.why:
             watcher.tell(f"not shaped: {cluster.why}")
         outcome = Run(nodes, pinned=False, counted=cluster.mode != "loopback")
-        news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        noise: list[str] = []
-
-        def read(rank: int, line: str) -> None:
-            try:
-                news.put(dict(json.loads(line)))
-            except (ValueError, TypeError):
-                noise.append(f"[{rank}] {line}")
-
-        job = cluster.start(_command(options, flags), on_line=read)
-        while True:
-            try:
-                item = news.get(timeout=0.2)
-            except queue.Empty:
-                if job.running:
-                    continue
-                break
-            if "ready" in item:
-                outcome.phases.append(_shape(cluster, options.rates[item["ready"]], watcher))
-                Path(flags, f"go-{item['ready']}").touch()
-            elif "warm" in item:
-                watcher.visits(1)
-            elif "seconds" in item:
-                phase = outcome.phases[item.pop("phase")]
-                phase.visits.setdefault(options.methods[item.pop("method")], []).append(Visit(**item))
-                watcher.visits(1)
-            elif "peak_memory_bytes" in item:
-                outcome.peak_memory_bytes = item["peak_memory_bytes"]
-        result = job.wait()
-        if result.code:
-            raise LabError("\n".join([f"the benchmark's job ended with code {result.code}:", *noise[-30:]]))
-        outcome.pinned = result.pinned
+        for rate in options.rates:
+            outcome.phases.append(_shape(cluster, rate, watcher))
+            _run_job(cluster, options, outcome, watcher)
         return outcome
 
 
-def _command(options: Options, flags: str) -> list[str]:
+def _run_job(cluster: Cluster, options: Options, outcome: Run, watcher: Watcher) -> None:
+    """All methods at the present rate."""
+    news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    noise: list[str] = []
+
+    def read(rank: int, line: str) -> None:
+        try:
+            news.put(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            noise.append(f"[{rank}] {line}")
+
+    job = cluster.start(_command(options), on_line=read)
+    while True:
+        try:
+            item = news.get(timeout=0.2)
+        except queue.Empty:
+            if job.running:
+                continue
+            break
+        if "warm" in item:
+            watcher.visits(1)
+        elif "seconds" in item:
+            outcome.phases[-1].visits.setdefault(options.methods[item.pop("method")], []).append(Visit(**item))
+            watcher.visits(1)
+        elif "peak_memory_bytes" in item:
+            outcome.peak_memory_bytes = max(outcome.peak_memory_bytes, item["peak_memory_bytes"])
+    result = job.wait()
+    if result.code:
+        raise LabError("\n".join([f"the benchmark's job ended with code {result.code}:", *noise[-30:]]))
+    outcome.pinned = result.pinned
+
+
+def _command(options: Options) -> list[str]:
     words = {
         "--workload": options.workload,
         "--methods": json.dumps(options.methods),
-        "--phases": len(options.rates),
         "--rounds": options.rounds,
         "--steps": options.steps_per_round,
         "--warm-up": options.warm_up,
-        "--flags": flags,
     }
     if options.bucket_mb is not None:
         words["--bucket-mb"] = options.bucket_mb

@@ -1,8 +1,8 @@
 """One rank of `thinwire bench step`: every method in this process, visited in turn.
 
-Each method has its own copy of the model, its own DDP and its own optimizer. They warm up while the links are not shaped.
-Then rank 0 says `{"ready": i}`, waits for the file `go-i`, and all ranks visit all methods, round by round; after every visit
-rank 0 prints what it found as one JSON line. Ranks agree on a control group of their own, outside what is timed.
+Each method has its own copy of the model, its own DDP and its own optimizer. They warm up one after the other. Then all ranks
+visit all methods, round by round; after every visit rank 0 prints what it found as one JSON line. Ranks agree on a control
+group of their own, outside what is timed.
 """
 
 from __future__ import annotations
@@ -174,15 +174,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", required=True)
     parser.add_argument("--methods", required=True, help="a JSON list")
-    parser.add_argument("--phases", type=int, required=True, help="how often the links change")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True, help="steps of a visit")
     parser.add_argument("--warm-up", type=int, required=True, help="steps of each method before all others")
     parser.add_argument("--bucket-mb", type=float, default=None)
     parser.add_argument("--no-bucket-view", action="store_true", help="DDP copies gradients out of its buckets")
-    parser.add_argument(
-        "--flags", type=Path, required=True, help="the directory in which files go-0, go-1, ... appear"
-    )
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -200,15 +196,9 @@ def main() -> None:
     # A collection in the middle of a step would meet one method and not another.
     gc.collect()
     gc.freeze()
-    for phase in range(options.phases):
-        judge.barrier()
-        say(ready=phase)
-        while dist.get_rank() == 0 and not (options.flags / f"go-{phase}").exists():
-            time.sleep(0.02)
-        judge.barrier()
-        for round_ in range(options.rounds):
-            for place, contestant in enumerate(contestants):
-                say(phase=phase, round=round_, method=place, **judge.visit(contestant, options.steps))
+    for round_ in range(options.rounds):
+        for place, contestant in enumerate(contestants):
+            say(round=round_, method=place, **judge.visit(contestant, options.steps))
     say(peak_memory_bytes=judge.peak_memory())
     dist.destroy_process_group()
 
