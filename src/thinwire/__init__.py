@@ -23,7 +23,7 @@ from .engine.exchange import Exchange
 from .engine.wire import Wire
 from .errors import ThinwireError
 from .feedback import Detached, Plain
-from .frontends.ddp import attach
+from .frontends.attach import attach
 from .frontends.updates import LocalUpdates
 from .frontends.wrap import wrap
 from .planner.plan import Plan

@@ -1,7 +1,7 @@
 """thinwire for an unchanged script: `torchrun --nproc-per-node 4 -m thinwire.run [--codec TEXT | --plan FILE] train.py ...`.
 
-Every DistributedDataParallel that the script builds gets its wire when it is built. `thinwire profile` uses the same way
-in: there the script is watched for some steps, measured, and ended.
+Every DistributedDataParallel that the script builds gets its wire when it is built; without a codec or a plan that is
+`auto`. `thinwire profile` uses the same way in: there the script is watched for some steps, measured, and ended.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ def obey(text: str) -> None:
 
 
 def _attach(module: Any, orders: Orders) -> None:
-    from .frontends.ddp import attach
+    from .frontends.attach import attach
     from .planner.plan import Plan
 
-    attach(module, Plan.load(orders["plan"]) if orders.get("plan") else orders["codec"])
+    if orders.get("plan"):
+        attach(module, Plan.load(orders["plan"]))
+    else:
+        attach(module, orders.get("codec") or "auto", quality=orders.get("quality") or "high")
 
 
 def _profile(module: Any, orders: Orders) -> None:
@@ -64,12 +67,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m thinwire.run", description=__doc__.splitlines()[0])
     parser.add_argument("--codec", help="a codec for everything, as in 'micro(density=0.01)'")
     parser.add_argument("--plan", help="a plan file, as `thinwire plan` writes it")
+    parser.add_argument(
+        "--quality", choices=("lossless", "high", "fast"), help="what `auto` may choose from, without the two above"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    if (options.codec is None) == (options.plan is None):
-        parser.error("give either --codec or --plan")
+    if sum(given is not None for given in (options.codec, options.plan, options.quality)) > 1:
+        parser.error("give --codec, --plan or --quality, not several of them")
     if options.plan is not None:
         from .planner.plan import Plan
 
@@ -77,7 +83,9 @@ def main() -> None:
             Plan.load(options.plan)
         except PlanError as error:
             parser.error(str(error))
-    os.environ[hooks.VARIABLE] = json.dumps({"do": "attach", "codec": options.codec, "plan": options.plan})
+    os.environ[hooks.VARIABLE] = json.dumps(
+        {"do": "attach", "codec": options.codec, "plan": options.plan, "quality": options.quality}
+    )
 
     from torch.nn.parallel import DistributedDataParallel
 

@@ -41,8 +41,8 @@ class Checkpoint:
     def close(self) -> None:
         raise NotImplementedError
 
-    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
-        """How this wire would cut these buckets."""
+    def _layout(self, buckets: Sequence[Sequence[TensorInfo]], method: Method | None = None) -> Layout:
+        """How this wire, or one with another method, would cut these buckets."""
         raise NotImplementedError
 
     def _make(self, layout: Layout) -> Runner:
@@ -144,15 +144,16 @@ class Checkpoint:
             before = restore.check(source.meta, self.method, self.tensors)
             if source.meta.layout != meta.layout:
                 raise StateError("the ranks of this state have different layouts")
-        settings, candidate = restore.kept_settings(meta, self.method), None
+        method = self._method_after(before)
+        settings, candidate = restore.kept_settings(meta, method), None
         if meta.layout is None:
             if self.runner is not None and any(member.step for member in self.runner.members):
                 raise StateError(
                     "the state was saved before the layout was frozen; this wire has already begun to compress"
                 )
         else:
-            same = before.facts() == self.method.facts()
-            candidate = self._make(meta.layout if same else self._layout(meta.layout.buckets()))
+            same = before.facts() == method.facts()
+            candidate = self._make(meta.layout if same else self._layout(meta.layout.buckets(), method))
             for rank, source in zip(self.world.members, sources, strict=True):
                 if same and source.own(rank, size):
                     restore.exact(candidate, source)
@@ -164,6 +165,7 @@ class Checkpoint:
                 )
 
         def load() -> None:
+            self.method = method
             if candidate is not None:
                 self._use(candidate)
             self.settings, self.dense_steps = settings, meta.dense_steps
@@ -172,6 +174,10 @@ class Checkpoint:
 
         learnt = state.agreement(candidate, self.world.members[0]) if candidate is not None else ""
         return meta, learnt, load
+
+    def _method_after(self, saved: Method) -> Method:
+        """How this wire exchanges once it has loaded a state of this method."""
+        return self.method
 
     def _resume(self, meta: state.Meta) -> None:
         """What else a frontend takes from a state that fits."""

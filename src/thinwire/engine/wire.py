@@ -96,11 +96,11 @@ class Wire(Checkpoint):
         self.runner = runner
         return runner
 
-    def change(self, codec: Codec | str | Plan, chain: str | None = None) -> None:
+    def change(self, codec: Codec | str | Plan, chain: str | None = None, *, keep: bool = True) -> None:
         """Go over to another codec, chain or plan, between two steps. A collective: every rank calls it alike.
 
         What was not sent yet is not lost: each rank folds what it holds into its residual, or into its next gradient
-        where the new chain has no residual for whole gradients. What the codec had learnt is forgotten.
+        where the new chain has no residual for whole gradients; unless `keep` is false. What the codec had learnt is forgotten.
         """
         old, problem, chosen = self.runner, None, self.method
         try:
@@ -125,7 +125,8 @@ class Wire(Checkpoint):
         self.world.prepare(layout.places(self._place()))
         runner = self._make(layout)
         for member, before in zip(runner.members, old.members, strict=True):
-            member.fold(before.left())
+            if keep:
+                member.fold(before.left())
             member.skipped, member.scale = before.skipped, before.scale
             member.begin(before.step)
         runner.statistics.skipped = old.statistics.skipped
@@ -134,8 +135,8 @@ class Wire(Checkpoint):
     def _place(self) -> Place:
         return Place(self.world.members[0], self.world.size, self.world.ranks_per_node)
 
-    def _layout(self, buckets: Sequence[Sequence[TensorInfo]]) -> Layout:
-        return self.method.layout(buckets, self._exclude, self._min_elements)
+    def _layout(self, buckets: Sequence[Sequence[TensorInfo]], method: Method | None = None) -> Layout:
+        return (method or self.method).layout(buckets, self._exclude, self._min_elements)
 
     def _buckets_of(self, runner: Runner) -> Sequence[Sequence[TensorInfo]]:
         """How the tensors come that this runner exchanges."""

@@ -4,127 +4,23 @@
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ..codecs import Codec
-from ..engine.agree import agree, compile_kernels, problem_of
-from ..engine.layout import Exclude, TensorInfo, describe, excluded, kinds_of
+from ..engine.layout import Exclude, TensorInfo
 from ..engine.method import Method
 from ..engine.runner import Runner, explain
 from ..engine.state import Meta
 from ..engine.wire import Wire
-from ..errors import AttachError, ExchangeError, WireClosed
-from ..log import logger, set_up
-from ..planner.plan import Plan
-from ..schemes import tree
-from ..schemes.world import TorchWorld, ranks_per_node
+from ..errors import ExchangeError, WireClosed
+from ..log import logger
+from ..schemes.world import TorchWorld
 from .dense import DensePath
-
-_wires: "weakref.WeakKeyDictionary[DistributedDataParallel, DDPWire]" = weakref.WeakKeyDictionary()
-
-
-def attach(
-    ddp: nn.Module,
-    codec: Codec | str | Plan,
-    *,
-    chain: str | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    exclude: Exclude = (),
-    min_elements: int = 1024,
-    timeout: timedelta | None = None,
-) -> "DDPWire":
-    """Exchange the gradients of a DDP module through `codec`. A collective: every rank calls it alike.
-
-    ddp           a DistributedDataParallel, or what `torch.compile` made of one
-    codec         a codec, or its text: `"topk(density=0.01)"`, `"topk(density=0.01) via B"`; or a plan
-    chain         by which collectives: a leaf of the tree, by letter or notation (`docs/chains.md`)
-    scaler        the GradScaler of the job, if it has one: residuals are then unscaled, and untouched by a skipped step
-    exclude       shell patterns on parameter names, or a function of the name: these tensors travel dense
-    min_elements  tensors with fewer elements travel dense
-    timeout       of our collectives; the default is that of the module's process group
-
-    Training begins dense and goes over to the codec when DDP's buckets are final (after two steps; three with
-    `static_graph`, one with `find_unused_parameters`).
-    """
-    set_up()
-    module = getattr(ddp, "_orig_mod", ddp)
-    if not isinstance(module, DistributedDataParallel):
-        raise AttachError(
-            f"attach needs a DistributedDataParallel, not {type(ddp).__name__}: wrap the model first, "
-            "ddp = DistributedDataParallel(model)"
-        )
-    if scaler is not None and not scaler.is_enabled():
-        scaler = None  # it does not skip a step that is not finite
-    group = module.process_group
-    nodes = ranks_per_node(group)
-    error: str | None = None
-    tensors: list[TensorInfo] = []
-    facts: dict[str, Any] = {}
-    method: Method | None = None
-    try:
-        method = Method.of(codec, chain)
-        _check(module, method, min_elements)
-        kinds = {plain(name): kind for name, kind in kinds_of(module.module).items()}
-        tensors = [describe(name, p, kinds.get(name)) for name, p in parameters_of(module).items()]
-        method.check(tensors, dist.get_world_size(group), nodes[0])
-        facts = {
-            **method.facts(),
-            "tensors": tensors,
-            "excluded": excluded(tensors, exclude),
-            "options": (min_elements, scaler is not None, module.find_unused_parameters, module.static_graph),
-            "buckets": module._has_rebuilt_buckets,
-        }
-    except Exception as problem:  # of any kind, the user's own `exclude` included: the other ranks wait to hear of it
-        error = problem_of(problem)
-    agree(group, facts, error)
-    assert method is not None
-    for text in method.chains:
-        if tree.parse(text).hierarchical and nodes[0] is None:
-            raise AttachError(f"the chain {text!r} needs nodes: {nodes[1]}")
-    compile_kernels(group, method)
-    world = TorchWorld(group, 1, timeout, *nodes)
-    wire = DDPWire(module, world, method, tensors, scaler, exclude, min_elements)
-    world.prepare(wire._layout([tensors]).places(wire._place()))
-    module.register_comm_hook(wire, _exchange_bucket)
-    _wires[module] = wire
-    wire.announce()
-    return wire
-
-
-def attached(module: DistributedDataParallel) -> Method | None:
-    """How the wire that is attached to a module exchanges, if there is one."""
-    wire = _wires.get(module)
-    return None if wire is None else wire.method
-
-
-def _check(module: DistributedDataParallel, method: Method, min_elements: int) -> None:
-    str(method)  # a codec of the user's own needs a name
-    if min_elements < 0:
-        raise AttachError(f"min_elements must not be negative, but is {min_elements}")
-    if module in _wires:
-        raise AttachError(f"a wire with {_wires[module].method} is attached to this module already")
-    # A hook of the built-in kind stands only in DDP's log.
-    name = module._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
-    if module._comm_hooks:
-        name = getattr(module._comm_hooks[0][0], "__qualname__", "another hook")
-    if name:
-        raise AttachError(f"the communication hook of this module is taken by {name}; DDP has room for one")
-    for name, child in module.module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-            raise AttachError(f"{name!r} makes sparse gradients, which thinwire cannot compress: use sparse=False")
-    for name, parameter in parameters_of(module).items():
-        if parameter.is_complex():
-            raise AttachError(f"{name!r} is {parameter.dtype}: complex gradients are not supported")
-        if parameter.device.type != "cpu":
-            raise AttachError(f"{name!r} is on {parameter.device}: only CPU tensors are supported yet")
 
 
 def parameters_of(module: DistributedDataParallel) -> dict[str, nn.Parameter]:
@@ -140,7 +36,7 @@ def plain(name: str) -> str:
 
 
 class DDPWire(Wire):
-    """What `attach` returns."""
+    """What `attach` returns for a codec or a plan. It exchanges nothing before `hook()`."""
 
     def __init__(
         self,
@@ -173,16 +69,26 @@ class DDPWire(Wire):
         self._infos = {tensor.name: tensor for tensor in tensors}
         self._coming: list[tuple[str, ...]] = []
         self._seen: list[tuple[str, ...]] = []
-        # DDP rebuilds its buckets once, after the first step (the second with static_graph), unless it searches for
-        # unused parameters. Counted in steps of ours, because all ranks count the same, joined ones included.
-        self._steps_until_final = 2 if module.static_graph else 1
-        if module._has_rebuilt_buckets or (module.find_unused_parameters and not module.static_graph):
-            self._steps_until_final = 0
+        self.hooked = False
+        self._steps_until_final = 0
         self._closed: BaseException | None = None
         self._dense = DensePath(world, self._inspect_direct, self._fail)
         self._held: list[tuple[tuple[str, ...], Tensor, Future[Any]]] = []
         self._own_steps = 0
         self._matches = True
+
+    def hook(self) -> None:
+        """From the next backward on exchange the gradients. There is no way back: DDP keeps its hook for ever."""
+        module = self._module()
+        if module is None or self.hooked:
+            return
+        # DDP rebuilds its buckets once, after the first step (the second with static_graph), unless it searches for
+        # unused parameters. Counted in steps of ours, because all ranks count the same, joined ones included.
+        self._steps_until_final = 2 if module.static_graph else 1
+        if module._has_rebuilt_buckets or (module.find_unused_parameters and not module.static_graph):
+            self._steps_until_final = 0
+        module.register_comm_hook(self, _exchange_bucket)
+        self.hooked = True
 
     def announce(self) -> None:
         """Say once, on rank 0, what is compressed and how."""
@@ -256,8 +162,11 @@ class DDPWire(Wire):
         if first:
             self._look_at_scale()
         ended = Future[Any]()
+        self._came(names, buffer)
 
         def done(error: BaseException | None) -> None:
+            if error is None:
+                self._went(names, buffer)
             # Never set_exception: DDP would say that it cannot cast it to a tensor.
             ended.set_result(buffer if error is None else error)
 
@@ -266,6 +175,12 @@ class DDPWire(Wire):
         if last:
             self._used.clear()
         return ended.then(_unwrap)
+
+    def _came(self, names: tuple[str, ...], buffer: Tensor) -> None:
+        """A bucket holds this rank's gradients. For those who look on."""
+
+    def _went(self, names: tuple[str, ...], buffer: Tensor) -> None:
+        """A bucket holds the means of all ranks. Called from the exchange thread."""
 
     def _reduce(self, bucket: GradBucket, names: tuple[str, ...]) -> Future[Tensor]:
         """The mean by plain all-reduces: nothing can be faster through a Python hook."""

@@ -18,7 +18,7 @@ from ..profiler.watch import Compute, Watch
 from ..schemes.world import TorchWorld, ranks_per_node
 from .ddp import parameters_of, plain
 
-WATCHED, KEPT = 6, 3
+WATCHED, KEPT = 8, 3
 """Steps to watch, and of how many of them gradients are kept."""
 
 
@@ -35,9 +35,16 @@ class Profiling:
         """Whether enough steps were seen. All ranks see as many."""
         return len(self.watch.steps) >= WATCHED
 
+    def begin(self) -> None:
+        """Watch anew."""
+        self.watch.begin()
+
+    def rest(self) -> None:
+        """No further profile is wanted, but `on_step` still is."""
+        self.watch.rest()
+
     def close(self) -> None:
         self.watch.close()
-        self.watch.gradients.clear()
 
     def measure(
         self, *, candidates: Sequence[str] | None = None, budget: float = 15.0, model: str = "", rate: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import Codec
 from ..engine.layout import Exclude
-from ..planner.plan import Plan
-from .ddp import DDPWire, attach
+from ..planner.plan import Plan, Quality
+from .attach import AUTO, attach
+from .ddp import DDPWire
 
 
 def wrap(
     model: nn.Module,
-    codec: Codec | str | Plan,
+    codec: Codec | str | Plan = AUTO,
     *,
+    quality: Quality = "high",
+    plan_file: str | Path | None = None,
     chain: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
     exclude: Exclude = (),
@@ -39,7 +43,7 @@ def wrap(
             ddp_options["bucket_cap_mb_list"] = caps
     ddp = DistributedDataParallel(model, **ddp_options)
     options: Mapping[str, Any] = {"exclude": exclude, "min_elements": min_elements, "timeout": timeout}
-    return ddp, attach(ddp, codec, chain=chain, scaler=scaler, **options)
+    return ddp, attach(ddp, codec, quality=quality, plan_file=plan_file, chain=chain, scaler=scaler, **options)
 
 
 def bucket_caps(plan: Plan) -> list[float]:

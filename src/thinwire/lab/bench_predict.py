@@ -1,7 +1,7 @@
 """Predicted against measured steps, for random plans: what `thinwire bench predict` measures.
 
-A profile is taken in the same emulated cluster in which the plans run, and nothing of a prediction comes from the plans. All
-plans live in the same processes and take turns, round by round.
+At every rate a job takes a profile of itself, in the emulated cluster in which the plans then run, and nothing of a prediction
+comes from the plans. All plans live in the same processes and take turns, round by round.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import queue
 import random
 import statistics
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -41,8 +39,8 @@ class Options:
     plans: int = 20
     seed: int = 0
     rounds: int = 3
-    steps_per_round: int = 3
-    warm_up: int = 20
+    steps_per_round: int = 2
+    warm_up: int = 8
     budget: float = 12.0
 
 
@@ -55,15 +53,23 @@ class Watcher:
 
 
 @dataclass
+class Phase:
+    """What the job at one rate gave: `seconds` by plan."""
+
+    rate: str
+    calibrated: bool
+    pinned: bool = False
+    profile: Profile | None = None
+    plans: list[Plan] = field(default_factory=list)
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+
+
+@dataclass
 class Run:
-    """What one cluster gave: `seconds` by rate and plan."""
+    """What one cluster gave."""
 
     options: Options
-    pinned: bool = False
-    profiles: list[Profile] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
-    calibrated: dict[str, bool] = field(default_factory=dict)
-    seconds: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    phases: list[Phase] = field(default_factory=list)
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------------
@@ -95,21 +101,17 @@ def draw_plan(profile: Profile, generator: random.Random) -> Plan:
     return msgspec.structs.replace(empty, groups=tuple(parts))
 
 
-def choose_plans(profiles: Sequence[Profile], count: int, seed: int) -> list[Plan]:
-    """Plans whose predictions lie as evenly as possible between the fastest and the slowest, at each rate in turn."""
+def choose_plans(profile: Profile, count: int, seed: int) -> list[Plan]:
+    """Plans whose predictions lie as evenly as possible between the fastest and the slowest."""
     generator = random.Random(seed)
-    drawn = [draw_plan(profiles[0], generator) for _ in range(max(DRAWN, count))]
-    chosen: dict[int, Plan] = {}
+    drawn = [draw_plan(profile, generator) for _ in range(max(DRAWN, count))]
+    times = [math.log(predict(profile, plan.groups).seconds) for plan in drawn]
+    chosen: list[int] = []
     for turn in range(count):
-        # The turns go over the rates; within one, over places between the fastest and the slowest plan.
-        profile = profiles[turn % len(profiles)]
-        times = [math.log(predict(profile, plan.groups).seconds) for plan in drawn]
-        share = (turn // len(profiles)) / max(1, -(-count // len(profiles)) - 1)
-        target = min(times) + share * (max(times) - min(times))
+        target = min(times) + turn / (count - 1) * (max(times) - min(times))
         free = [place for place in range(len(drawn)) if place not in chosen]
-        best = min(free, key=lambda place: abs(times[place] - target))
-        chosen[best] = drawn[best]
-    return list(chosen.values())
+        chosen.append(min(free, key=lambda place: abs(times[place] - target)))
+    return [drawn[place] for place in chosen]
 
 
 def describe(plan: Plan) -> str:
@@ -130,78 +132,77 @@ def check(options: Options) -> None:
 
 
 def total_visits(options: Options) -> int:
-    return options.plans * (1 + len(options.rates) * options.rounds)
+    return options.plans * len(options.rates) * (1 + options.rounds)
 
 
 def run(options: Options, watcher: Watcher) -> Run:
-    """Profiles at all rates, then all plans at all rates, on one cluster."""
-    with Cluster(options.nodes, 1, "none") as cluster, tempfile.TemporaryDirectory() as flags:
+    """A job at every rate, on one cluster."""
+    with Cluster(options.nodes, 1, "none") as cluster:
         if cluster.mode == "loopback":
             raise LabError(f"predictions are about links, and there are none here: {cluster.why}")
         outcome = Run(options)
-        phases = [*options.rates, "none", *options.rates]
-        news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        noise: list[str] = []
-
-        def read(rank: int, line: str) -> None:
-            try:
-                news.put(dict(json.loads(line)))
-            except (ValueError, TypeError):
-                noise.append(f"[{rank}] {line}")
-
-        job = cluster.start(_command(options, flags), on_line=read)
-        while True:
-            try:
-                item = news.get(timeout=0.2)
-            except queue.Empty:
-                if job.running:
-                    continue
-                break
-            if "ready" in item:
-                _shape(cluster, phases[item["ready"]], outcome, watcher)
-                Path(flags, f"go-{item['ready']}").touch()
-            elif "profile" in item:
-                outcome.profiles.append(msgspec.json.decode(item["text"], type=Profile))
-                watcher.tell(f"profile at {options.rates[item['profile']]} taken")
-            elif "plan" in item:
-                outcome.plans.append(msgspec.json.decode(item["text"], type=Plan))
-            elif "warm" in item:
-                watcher.visits(1)
-            elif "seconds" in item:
-                outcome.seconds.setdefault((item["rate"], item["contestant"]), []).extend(item["seconds"])
-                watcher.visits(1)
-        result = job.wait()
-        if result.code:
-            raise LabError("\n".join([f"the benchmark's job ended with code {result.code}:", *noise[-30:]]))
-        outcome.pinned = result.pinned
+        for rate in options.rates:
+            outcome.phases.append(_shape(cluster, rate, watcher))
+            _run_job(cluster, options, outcome.phases[-1], watcher)
         return outcome
 
 
-def _command(options: Options, flags: str) -> list[str]:
+def _run_job(cluster: Cluster, options: Options, phase: Phase, watcher: Watcher) -> None:
+    news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    noise: list[str] = []
+
+    def read(rank: int, line: str) -> None:
+        try:
+            news.put(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            noise.append(f"[{rank}] {line}")
+
+    job = cluster.start(_command(options, phase.rate), on_line=read)
+    while True:
+        try:
+            item = news.get(timeout=0.2)
+        except queue.Empty:
+            if job.running:
+                continue
+            break
+        if "profile" in item:
+            phase.profile = msgspec.json.decode(item["profile"], type=Profile)
+            watcher.tell(f"profile at {phase.rate} taken")
+        elif "plan" in item:
+            phase.plans.append(msgspec.json.decode(item["text"], type=Plan))
+        elif "warm" in item:
+            watcher.visits(1)
+        elif "seconds" in item:
+            phase.seconds.setdefault(item["contestant"], []).extend(item["seconds"])
+            watcher.visits(1)
+    result = job.wait()
+    if result.code:
+        raise LabError("\n".join([f"the benchmark's job ended with code {result.code}:", *noise[-30:]]))
+    phase.pinned = result.pinned
+
+
+def _command(options: Options, rate: str) -> list[str]:
     words = {
         "--workload": options.workload,
-        "--rates": json.dumps(options.rates),
+        "--rate": rate,
         "--plans": options.plans,
         "--seed": options.seed,
         "--rounds": options.rounds,
         "--steps": options.steps_per_round,
         "--warm-up": options.warm_up,
         "--budget": options.budget,
-        "--flags": flags,
     }
     worker = [sys.executable, "-m", "thinwire.lab.predict_worker"]
     return [*worker, *(str(word) for pair in words.items() for word in pair)]
 
 
-def _shape(cluster: Cluster, rate: str, outcome: Run, watcher: Watcher) -> None:
+def _shape(cluster: Cluster, rate: str, watcher: Watcher) -> Phase:
     cluster.set_rate(rate)
-    if rate == "none":
-        return
     calibration = cluster.calibrate()
     watcher.tell(str(calibration))
     if not calibration.good:
         watcher.tell("the links are not within 15 % of the rate: take times with care")
-    outcome.calibrated[rate] = outcome.calibrated.get(rate, True) and calibration.good
+    return Phase(format_rate(parse_rate(rate)), calibration.good)
 
 
 # -- statistics ------------------------------------------------------------------------------------------------------------
@@ -209,18 +210,18 @@ def _shape(cluster: Cluster, rate: str, outcome: Run, watcher: Watcher) -> None:
 
 def rows(run: Run) -> list[dict[str, Any]]:
     found = []
-    for number, rate in enumerate(run.options.rates):
-        for place, plan in enumerate(run.plans):
-            seconds = run.seconds.get((number, place))
-            if not seconds:
+    for phase in run.phases:
+        for place, plan in enumerate(phase.plans):
+            seconds = phase.seconds.get(place)
+            if not seconds or phase.profile is None:
                 continue
-            predicted = predict(run.profiles[number], plan.groups).seconds
+            predicted = predict(phase.profile, plan.groups).seconds
             measured = statistics.median(seconds)
             found.append(
                 {
                     "workload": run.options.workload,
                     "nodes": run.options.nodes,
-                    "rate": format_rate(parse_rate(rate)),
+                    "rate": phase.rate,
                     "plan": place,
                     "predicted_seconds": predicted,
                     "measured_seconds": measured,
@@ -228,8 +229,8 @@ def rows(run: Run) -> list[dict[str, Any]]:
                     "samples": len(seconds),
                     "groups": len(plan.groups),
                     "description": describe(plan),
-                    "pinned": run.pinned,
-                    "calibrated": run.calibrated.get(rate, False),
+                    "pinned": phase.pinned,
+                    "calibrated": phase.calibrated,
                 }
             )
     return found

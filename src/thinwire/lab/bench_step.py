@@ -22,7 +22,7 @@ from .methods import EXAMPLE, updates_of
 from .netns import LabError, format_rate, parse_rate
 
 PACKET_OVERHEAD = 66  # Ethernet 14, IPv4 20, TCP 20 with its time stamps 12
-CEILING, BASE, SILENT = "none", "fp32", "noop"
+CEILING, BASE, SILENT, AUTO = "none", "fp32", "noop", "auto"
 PEER_NAMES = ("noop", "fp16", "bf16", "powersgd1", "powersgd4", "int8-hook", "topk-hook")
 
 METHODS = (
@@ -35,6 +35,7 @@ METHODS = (
     "powersgd4",
     "int8-hook",
     "topk-hook",
+    "auto",
     "micro(density=0.01)",
     "laplace(density=0.01)",
     "adacomp",
@@ -146,11 +147,11 @@ def check(options: Options) -> None:
                 f"{method!r}: what follows the @ is the size of DDP's buckets in MB, as in 'fp32@4', or that of each in turn, "
                 "as in 'fp32@1/25/8'"
             ) from None
-        if name not in (CEILING, BASE, *PEER_NAMES) and updates_of(name) is None:
+        if name not in (CEILING, BASE, AUTO, *PEER_NAMES) and updates_of(name) is None:
             try:
                 choose(name)
             except ThinwireError as error:
-                names = ", ".join((CEILING, BASE, *PEER_NAMES))
+                names = ", ".join((CEILING, BASE, AUTO, *PEER_NAMES))
                 raise LabError(f"{error}; or one of the methods {names}, {EXAMPLE}") from None
 
 

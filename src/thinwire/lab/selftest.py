@@ -22,7 +22,7 @@ from ..codecs import CODECS, CodecState, GatheredCodec, Message, TopK, register
 from ..engine import words
 from ..engine.exchange import Exchange
 from ..errors import AttachError, ExchangeError, ThinwireError
-from ..frontends.ddp import attach
+from ..frontends.attach import attach
 from ..log import logger, set_up
 
 PATIENCE = timedelta(seconds=30)

@@ -90,7 +90,7 @@ def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool
         if peer is not None:
             ddp.register_comm_hook(peer.state(), peer.hook)
         elif name != "fp32":
-            wire = thinwire.attach(ddp, name)
+            wire = thinwire.attach(ddp, name, plan_file="")
         module = ddp
     return Contestant(module, torch.optim.SGD(model.parameters(), lr=0.01), wire)
 

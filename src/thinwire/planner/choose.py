@@ -22,8 +22,11 @@ from .profile import CodecCost, Profile
 SLACK = 0.02
 """How much slower than the fastest a plan may be that loses less."""
 
-LOSSES: dict[Quality, float] = {"lossless": 0.0, "high": 0.1, "fast": float("inf")}
-"""What a codec may lose of the gradient, relative and with error feedback on, to be considered at all."""
+LOSSES: dict[Quality, float] = {"lossless": 0.0, "high": 0.97, "fast": float("inf")}
+"""What a codec may hold back in a step, relative and with error feedback on, to be considered at all.
+
+0.97 is a norm: 6 % of the energy that waits goes out in every step. The largest 1 % of a Gaussian hold 8 %, those of a gradient
+more; the largest 0.1 %, or a block out of 64, less than 2 %."""
 
 DDP_FIRST, DDP_CAP = 1 << 20, 25 << 20
 """Bytes of DDP's first bucket and of the others."""
@@ -65,6 +68,13 @@ def choose(profile: Profile, *, quality: Quality = "fast", slack: float = SLACK)
         elif all(option == dense for _, _, option in best.groups):
             remarks.append(f"no codec makes the step more than {100 * slack:g} % shorter: nothing is compressed")
     return _written(profile, search, best, plain.seconds, quality, time.perf_counter() - begun, remarks)
+
+
+def as_ddp(profile: Profile, codec: str = "dense", chain: str = "") -> tuple[PlanGroup, ...]:
+    """The groups of a job in DDP's own buckets, all by one codec."""
+    names = [tensor.name for tensor in profile.tensors]
+    cuts = _Search(profile, []).buckets(0)
+    return tuple(PlanGroup(tuple(names[start:stop]), codec, chain) for start, stop, _ in cuts)
 
 
 def _written(

@@ -45,13 +45,13 @@ class Sample:
 
 @dataclass
 class Samples:
-    """All exchanges of one codec on one rank; `held` is what it still holds of `given`, as squared norms."""
+    """All exchanges of one codec on one rank; `held` is what it held back in them of what was `waiting`, as squared norms."""
 
     codec: str
     chain: str
     samples: list[Sample] = field(default_factory=list)
     held: float = 0.0
-    given: float = 0.0
+    waiting: float = 0.0
 
 
 class Rehearsal:
@@ -80,6 +80,18 @@ class Rehearsal:
             yield from self.talk.speak(gradient, residual, torch.empty(0), step)
         if self.chain.tests_result if self.chain is not None else not self.codec.keeps_residual:
             all_finite(gradient)
+
+    def waiting(self, source: Tensor) -> float:
+        """The squared norm of all that could be sent in a step with this gradient."""
+        if len(self.residuals) == 1 and self.residuals[0].numel() == source.numel():
+            return float((self.residuals[0] + source).square().sum())
+        return float(source.square().sum()) + sum(float(residual.square().sum()) for residual in self.residuals)
+
+    def held(self, source: Tensor) -> float:
+        """The squared norm of what was held back of it, or lost."""
+        if self.codec.keeps_residual:
+            return sum(float(residual.square().sum()) for residual in self.residuals)
+        return 0.0 if self.codec.direct else _rounding(self.codec, self.info, source)
 
     def finish(self) -> None:
         """The step counts."""
@@ -172,23 +184,20 @@ def _measure_group(
 ) -> None:
     rehearsal = Rehearsal(codec, chain, info, place, room)
     sources = [flatten(info, gradient) for gradient in gradients]
-    given, gradient = torch.zeros(info.elements), torch.empty(info.elements)
+    gradient = torch.empty(info.elements)
     cache = torch.ones(_CACHE_BYTES // 4)
     for step in range(WARM_UP + MEASURED):
-        cache.sum()  # in a step everything else lies between two uses of a residual
         source = sources[step % len(sources)]
+        waiting = rehearsal.waiting(source)
         gradient.copy_(source)
+        cache.sum()  # in a step everything else lies between two uses of a residual
         sample = Sample(info.elements, [], [])
         _drive(rehearsal.exchange(gradient, step), world, sample)
         rehearsal.finish()
-        given += source
         if step >= WARM_UP:
             samples.samples.append(sample)
-    samples.given += float(given.square().sum())
-    if codec.keeps_residual:
-        samples.held += sum(float(residual.square().sum()) for residual in rehearsal.residuals)
-    elif not codec.direct:
-        samples.held += _rounding(codec, info, given)
+            samples.waiting += waiting
+            samples.held += rehearsal.held(source)
 
 
 def _rounding(codec: Codec, info: GroupInfo, source: Tensor) -> float:
@@ -290,12 +299,12 @@ def cost(everyone: Sequence[Samples]) -> CodecCost:
         spoken = [sample for sample in samples if sample.wire[place][2]] or samples
         size = line([(sample.elements, float(sample.wire[place][2])) for sample in spoken])
         steps.append(Round(collective, size, scope, work(place + 1) if place + 1 < rounds else Line()))
-    held, given = sum(each.held for each in everyone), sum(each.given for each in everyone)
+    held, waiting = sum(each.held for each in everyone), sum(each.waiting for each in everyone)
     return CodecCost(
         codec=first.codec,
         chain=first.chain,
         encode=work(0),
         decode=work(-1),
         rounds=tuple(steps),
-        loss=math.sqrt(held / given) if given else 0.0,
+        loss=math.sqrt(held / waiting) if waiting else 0.0,
     )

@@ -70,12 +70,28 @@ class Watch:
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ends),
         ]
-        for name, parameter in named.items():
+        self._named = weakref.WeakValueDictionary(named)
+        self._markers: list[Any] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Look at every gradient, from the next step on, and remember all steps."""
+        self.rest()
+        self.steps.clear()
+        for name, parameter in self._named.items():
             hook = parameter.register_post_accumulate_grad_hook(self._marker(name))  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+            self._markers.append(hook)
+
+    def rest(self) -> None:
+        """From now on look at whole steps only, and remember the last one."""
+        for hook in self._markers:
+            hook.remove()
+        self._markers.clear()
+        self.gradients.clear()
 
     def close(self) -> None:
         """Take all hooks away."""
+        self.rest()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -85,6 +101,8 @@ class Watch:
         steps = self.steps[min(skip, len(self.steps) - 1) :]
         if not steps or not steps[0].ready:
             raise ValueError("no step was seen yet")
+        # Steps whose gradients are copied take longer than they would.
+        plain = [step for place, step in enumerate(self.steps) if place >= skip and place not in self._keep] or steps
         names = [name for name in steps[-1].ready if all(name in step.ready for step in steps)]
         ready = {name: statistics.median(step.ready[name] for step in steps) for name in names}
         ready = dict(sorted(ready.items(), key=lambda item: item[1]))
@@ -92,7 +110,7 @@ class Watch:
             forward=statistics.median(step.forward for step in steps),
             backward=max(ready.values()),
             optimizer=statistics.median(step.optimizer for step in steps),
-            wall=statistics.median(step.wall for step in steps),
+            wall=statistics.median(step.wall for step in plain),
             ready=ready,
         )
 
@@ -100,7 +118,7 @@ class Watch:
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and getattr(module, "require_backward_grad_sync", True):
-            if self._step is not None and self._step.ready and not self._step.wall:
+            if self._step is not None and self._in_backward and not self._step.wall:
                 self._step_ends(0.0)  # an optimizer that is not torch's
             self._step, self._begun, self._in_backward = Step(), time.perf_counter(), False
 
@@ -138,13 +156,15 @@ class Watch:
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         mine = any(id(parameter) in self._own for group in optimizer.param_groups for parameter in group["params"])
-        if mine and self._step is not None and self._step.ready and not self._step.wall:
+        if mine and self._step is not None and self._in_backward and not self._step.wall:
             self._step_ends(time.perf_counter() - self._optimizing)
 
     def _step_ends(self, optimizer: float) -> None:
         assert self._step is not None
         self._step.optimizer = optimizer
         self._step.wall = time.perf_counter() - self._begun
+        if not self._markers:
+            self.steps.clear()
         self.steps.append(self._step)
         self._step = None
         self._on_step()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ...engine.layout import TensorInfo, describe, kinds_of
 from ...errors import AttachError
-from ..ddp import attached
+from ..attach import attached
 
 
 @dataclass

@@ -1,0 +1,457 @@
+"""`attach(ddp)`: measures a job, plans it, switches to the plan, checks that it is faster, and goes on watching.
+
+    watching   DDP alone, without a hook, for some steps; then links and codecs are measured between two of them
+    trying     by the plan, for some steps, which are compared with those before
+    running    what was chosen is kept; every few steps all ranks look together at step time, links and what is applied
+
+Everything here happens between two steps, in the thread that trains, and all ranks do the same: they see as many steps, and
+whatever decides is the mean over all of them. Only the search for another plan runs beside the training, on rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..engine.agree import compile_kernels
+from ..engine.method import Method
+from ..engine.state import Meta
+from ..engine.watchdog import Watchdog
+from ..errors import PlanError, ThinwireError
+from ..kernels.finite import all_finite
+from ..log import logger
+from ..planner.again import Change, Choice, Search, best, is_dense, left_to_ddp, milliseconds
+from ..planner.drift import Cusum
+from ..planner.plan import Plan, Quality
+from ..planner.profile import Cluster, Profile, fingerprint
+from ..planner.profile import Tensor as TensorProfile
+from ..schemes.world import TorchWorld
+from .ddp import DDPWire, parameters_of
+from .profile import Profiling
+
+_HIGH = ("dense", "cast", "int8", "micro(density=0.05)", "micro(density=0.01)", "adacomp", "laplace(density=0.01)")
+CANDIDATES: dict[Quality, tuple[str, ...]] = {
+    "lossless": ("dense",),
+    "high": _HIGH,
+    "fast": (*_HIGH, "micro(density=0.001)", "randomblock", "lowrank"),
+}
+BETWEEN_NODES = ("dense via iRS eAR iAG", "micro(density=0.01) via iRS comp eARc dec iAG")
+ROUNDS = 2
+"""The most that one of them needs."""
+
+SETTLE, WINDOW = 8, 10
+"""Steps in which thresholds settle, and steps that are compared."""
+
+PERIOD = 8
+"""Steps between two looks of all ranks."""
+
+LEAST_GAIN = 0.03
+"""Of a step: what a dense exchange through a hook costs at least. Less is not worth a hook."""
+
+HYSTERESIS = 0.05
+"""Of a step: what another plan must promise, once one is running."""
+
+LONGEST_MEASUREMENT = 12.0
+
+
+@dataclass
+class Decision:
+    """What was found and done at one step, for `explain`."""
+
+    step: int
+    text: str
+    considered: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Look:
+    """Means over ranks that are under way: numbers, then what should have been applied; and what was applied."""
+
+    work: Any
+    means: Tensor
+    applied: Tensor
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Means over ranks of medians over some steps; whether rank 0 has a new plan; whether a watchdog barked."""
+
+    wall: float
+    wire: float
+    planned: bool
+    alarm: str = ""
+
+
+class AutoWire(DDPWire):
+    """What `attach(ddp)` returns."""
+
+    def begin(self, quality: Quality, plan_file: str | Path | None) -> None:
+        """Take the plan of an earlier run; watch the job if there is none. A collective."""
+        assert isinstance(self.world, TorchWorld)
+        self.quality: Quality = quality
+        self.decisions: list[Decision] = []
+        self.native_seconds = 0.0
+        self._parent = self.world.parent
+        self._phase: Callable[[], None] = self._watching
+        self._profile: Profile | None = None
+        self._before = self.method
+        self._baseline = 0.0
+        self._walls: list[float] = []
+        self._wires: list[float] = []
+        self._trial: list[float] = []
+        self._void = self._paused = self._planning = False
+        self._dog = Watchdog({tensor.name: tensor.elements for tensor in self.tensors})
+        self._look: _Look | None = None
+        self._step_time, self._wire_time = Cusum(), Cusum()
+        self._search: Search | None = None
+        self._file = self._place_of_plan(plan_file)
+        self._profiling: Profiling | None = None
+        if self.world.size == 1:
+            self._decide("world size is 1, there is nobody to exchange with: DDP stays alone, no hook is registered")
+            return
+        self.world.prepare([(round_, "flat") for round_ in range(ROUNDS)])
+        saved = self._saved_plan()
+        module = self._module()
+        assert module is not None
+        self._profiling = Profiling(module, self._after_step)
+        if saved is None:
+            self._decide("watching DDP alone, without a hook, for some steps")
+        elif is_dense(saved):
+            self._decide(f"by the plan {self._file} of an earlier run DDP stays alone, no hook is registered")
+            self._rest(self._running)
+        else:
+            self._baseline = saved.dense_seconds
+            self._rest(self._running)
+            self._switch(saved, f"by the plan {self._file} of an earlier run")
+
+    def _rest(self, phase: Callable[[], None]) -> None:
+        """No profile is wanted any more; what was seen so far says nothing about what comes now."""
+        if self._profiling is not None:
+            self._profiling.rest()
+        self._walls, self._wires, self._trial, self._look, self._void = [], [], [], None, False
+        self._step_time, self._wire_time = Cusum(), Cusum()
+        self._dog.forget()
+        self._phase = phase
+
+    # -- between two steps ---------------------------------------------------------------------------------------------
+
+    def _after_step(self) -> None:
+        module = self._module()
+        if self.error is not None or module is None:
+            return
+        if not self.hooked:
+            self.dense_steps += 1
+        if module._join_config.enable:
+            # Ranks that have joined take no step, so there is no moment at which all of them could speak.
+            if not self._paused:
+                self._decide("inside join() nothing is measured or changed, because ranks may end before others")
+            self._paused, self._look = True, None
+            return
+        try:
+            self._phase()
+        except ThinwireError as error:  # on all ranks: whatever fails here was agreed on
+            if self.error is not None:
+                raise
+            self._decide(f"nothing further is tried: {error}", loud=True)
+            self._rest(_nothing)
+
+    def _watching(self) -> None:
+        profiling = self._profiling
+        assert profiling is not None
+        if not profiling.ready:
+            return
+        found = profiling.watch.compute()
+        native, compute = self._mean(found.wall, found.forward + found.backward + found.optimizer)
+        self.native_seconds = self._baseline = native
+        words = f"a step takes {milliseconds(native)} with DDP alone, {milliseconds(compute)} of it computation"
+        if native - compute < LEAST_GAIN * native:
+            self._stay(f"{words}: no method can save {LEAST_GAIN:.0%}")
+            return
+        budget = min(LONGEST_MEASUREMENT, max(2.0, 20 * native))
+        self._profile = profile = profiling.measure(candidates=self._candidates(), budget=budget)
+        choice: Choice = self._from_rank_0(lambda: best(profile, self.quality))
+        plan = msgspec.structs.replace(choice.plan, dense_seconds=native)
+        gain = 1.0 - plan.predicted_seconds / native
+        words += f"; the best plan is predicted at {milliseconds(plan.predicted_seconds)}, {gain:.0%} less"
+        if is_dense(plan) or gain < LEAST_GAIN:
+            self._stay(f"{words}, where a hook may cost {LEAST_GAIN:.0%}", choice.considered)
+        else:
+            self._switch(plan, words, choice.considered)
+
+    def _stay(self, words: str, considered: Sequence[str] = ()) -> None:
+        how = "gradients travel dense" if self.hooked else "DDP stays alone, no hook is registered"
+        self._decide(f"{words}; {how}", considered)
+        if self._profile is not None:
+            self._save(left_to_ddp(self._profile, self.quality, self.native_seconds))
+        self._rest(self._running)
+
+    def _switch(self, plan: Plan, words: str, considered: Sequence[str] = ()) -> None:
+        """From the next step on by this plan, on trial."""
+        self._before = self.method
+        self._go_over(plan)
+        self._decide(f"{words}; switching to {self.method}", considered)
+        self._rest(self._trying)
+
+    def _trying(self) -> None:
+        assert self._profiling is not None
+        assert self.plan is not None
+        self._trial.append(self._profiling.watch.steps[-1].wall)
+        seen = self._look_around()
+        if seen is not None and seen.alarm:
+            self._give_up(seen.alarm)
+            return
+        if len(self._trial) < SETTLE + WINDOW:
+            return
+        (measured,) = self._mean(statistics.median(self._trial[SETTLE:]))
+        plan, before = self.plan, self._before
+        words = (
+            f"{milliseconds(measured)} a step, predicted {milliseconds(plan.predicted_seconds)}, "
+            f"before {milliseconds(self._baseline)}"
+        )
+        if measured < self._baseline:
+            self._decide(f"{words}: kept")
+            self._save(plan)
+        else:
+            self._go_over(before.plan if before.plan is not None else "dense")
+            back = f"back to {before}" if before.plan is not None else "gradients travel dense, by plain all-reduces"
+            self._decide(f"{words}: not faster; {back}")
+            if self._profile is not None and before.plan is None:
+                self._save(left_to_ddp(self._profile, self.quality, self._baseline))
+        self._rest(self._running)
+
+    def _running(self) -> None:
+        seen = self._look_around()
+        if seen is None:
+            return
+        if seen.alarm:
+            self._give_up(seen.alarm)
+            return
+        changed = self._step_time.observe(seen.wall) | self._wire_time.observe(seen.wire)
+        if seen.planned:
+            self._adopt()
+        elif changed and not self._planning:
+            self._plan_again()
+
+    def _give_up(self, reason: str) -> None:
+        method = self.method
+        self.change("dense", keep=False)
+        self._decide(
+            f"{method} is given up, and what it held back is dropped: {reason}; gradients travel dense", loud=True
+        )
+        self._rest(_nothing)
+
+    # -- looks of all ranks --------------------------------------------------------------------------------------------
+
+    def _look_around(self) -> _Seen | None:
+        """Note what this step took; every `PERIOD` steps, what all ranks saw in those before the last ones."""
+        assert self._profiling is not None
+        self._walls.append(self._profiling.watch.steps[-1].wall)
+        active = self.runner is not None and not self._went_direct
+        if active:
+            assert self.runner is not None
+            phases = [phase for timing in self.runner.statistics.last for phase in timing.phases]
+            self._wires.append(sum(stop - start for name, start, stop in phases if name not in ("encode", "decode")))
+            self._void |= self.runner.members[0].last_off
+        if len(self._walls) < PERIOD:
+            return None
+        last, self._look = self._look, self._issue(active)
+        self._walls, self._wires, self._void = [], [], False
+        if last is None:
+            return None
+        last.work.wait()
+        wall, wire, planned, void = (float(number) for number in last.means[:4])
+        verdict = self._dog.judge(last.means[4:], last.applied) if last.applied.numel() and not void else None
+        return _Seen(wall, wire, bool(planned), verdict.reason if verdict is not None else "")
+
+    def _issue(self, active: bool) -> _Look:
+        """Begin to average what the ranks saw in the last steps. It arrives while the next ones run."""
+        left = self.runner.members[0].left() if active and self.runner is not None else {}
+        due = self._dog.due(left) if active else None
+        means = torch.tensor(
+            [
+                statistics.median(self._walls),
+                statistics.median(self._wires) if self._wires else 0.0,
+                float(self._search is not None and self._search.done),
+                float(self._void),
+            ]
+        )
+        applied = torch.empty(0)
+        if due is not None:
+            means, applied = torch.cat([means, due]), self._dog.applied()
+        if active:
+            self._dog.begin(left)
+        work = dist.all_reduce(means, op=dist.ReduceOp.AVG, group=self._parent, async_op=True)
+        return _Look(work, means, applied)
+
+    def _plan_again(self) -> None:
+        step, wire = self._step_time, self._wire_time
+        words = f"steps went from {milliseconds(step.level)} to {milliseconds(step.last)}"
+        spoke = wire.level > 0.0 and wire.last > 0.0
+        if spoke:
+            words += f", their collectives from {milliseconds(wire.level)} to {milliseconds(wire.last)}"
+        if self._profile is None:  # this run began with a saved plan
+            if self.hooked:
+                self._go_over("dense")
+            self._decide(f"{words}: the job is measured again")
+            self._rest(self._watching)
+            assert self._profiling is not None
+            self._profiling.begin()
+            return
+        self._decide(f"{words}: planning again, beside the training")
+        self._baseline, self._planning = step.last, True
+        if self.world.members[0] == 0:
+            change = Change((step.level, step.last), (wire.level, wire.last) if spoke else None)
+            self._search = Search(self._profile, self.plan, self.quality, change)
+
+    def _adopt(self) -> None:
+        search, self._search, self._planning = self._search, None, False
+        choice: Choice = self._from_rank_0(lambda: search.result() if search is not None else None)
+        self._profile, plan = choice.profile, choice.plan
+        gain = 1.0 - plan.predicted_seconds / choice.present
+        words = f"predicted {milliseconds(plan.predicted_seconds)} a step instead of {milliseconds(choice.present)}"
+        if gain < HYSTERESIS or (is_dense(plan) and self.method.direct):
+            self._decide(f"the best plan is {words}: no change", choice.considered)
+            self._rest(self._running)
+        elif is_dense(plan):
+            self._go_over("dense")
+            self._decide(f"{words}: gradients travel dense, by plain all-reduces", choice.considered)
+            self._rest(self._running)
+        else:
+            self._switch(plan, words, choice.considered)
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _go_over(self, method: Plan | str) -> None:
+        """To another way; a hook is registered when it is needed for the first time."""
+        new = Method.of(method)
+        compile_kernels(self._parent, new)
+        self.change(method)
+        if not new.direct:
+            self.hook()
+
+    def _mean(self, *numbers: float) -> list[float]:
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._parent)
+        return [float(number) for number in tensor]
+
+    def _from_rank_0(self, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes, on all ranks; an error there is one everywhere."""
+        box: list[Any] = [None]
+        if self.world.members[0] == 0:
+            try:
+                box[0] = make()
+            except ThinwireError as error:
+                box[0] = error
+        dist.broadcast_object_list(box, group=self._parent, group_src=0)
+        if isinstance(box[0], ThinwireError):
+            raise box[0]
+        return box[0]
+
+    def _candidates(self) -> tuple[str, ...]:
+        each, found = self.world.ranks_per_node, CANDIDATES[self.quality]
+        layered = each is not None and 1 < each < self.world.size and self.quality != "lossless"
+        return (*found, *BETWEEN_NODES) if layered else found
+
+    def _came(self, names: tuple[str, ...], buffer: Tensor) -> None:
+        if self.runner is not None:
+            self._dog.came(names, buffer, self.runner.members[0].scale)
+
+    def _went(self, names: tuple[str, ...], buffer: Tensor) -> None:
+        if self.runner is not None:
+            self._dog.went(names, buffer, self.runner.members[0].scale)
+
+    # -- what a wire without a hook must do otherwise ------------------------------------------------------------------
+
+    @property
+    def skipped_last_step(self) -> bool:
+        module = self._module()
+        if self.hooked or not self._guarded or module is None:
+            return super().skipped_last_step
+        # DDP alone tells nobody. Its means are the same on all ranks.
+        gradients = [parameter.grad for parameter in parameters_of(module).values()]
+        return not all(all_finite(gradient) for gradient in gradients if gradient is not None)
+
+    def _method_after(self, saved: Method) -> Method:
+        # Rounds of plans were made ready in `begin`, chains between nodes were not.
+        return saved if not saved.chains else self.method
+
+    def _resume(self, meta: Meta) -> None:
+        super()._resume(meta)
+        if self.world.size > 1 and not self.method.direct:
+            self.hook()
+            self._rest(self._running)
+            self._decide(f"goes on with {self.method}, as saved")
+
+    # -- plans of earlier runs -----------------------------------------------------------------------------------------
+
+    def _place_of_plan(self, given: str | Path | None) -> Path | None:
+        if given is not None:
+            return Path(given) if str(given) else None
+        each = self.world.ranks_per_node or 1
+        tensors = [TensorProfile(t.name, t.elements, t.kind, t.dtype, 0.0, t.shape) for t in self.tensors]
+        mark = fingerprint(tensors, Cluster(self.world.size // each, each))
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "thinwire" / "plans" / f"{mark}-{self.quality}.json"
+
+    def _saved_plan(self) -> Plan | None:
+        """The plan in rank 0's file, on all ranks, if there is one and it fits."""
+
+        def load() -> Plan | str | None:
+            if self._file is None or not self._file.exists():
+                return None
+            try:
+                plan = Plan.load(self._file)
+                Method.of(plan).check(self.tensors, self.world.size, self.world.ranks_per_node)
+            except ThinwireError as error:
+                return f"{self._file} is not used: {error}"
+            if plan.quality != self.quality:
+                return f"{self._file} is not used: it was made for quality {plan.quality!r}"
+            return plan
+
+        found = self._from_rank_0(load)
+        if isinstance(found, str):
+            self._decide(found)
+        return found if isinstance(found, Plan) else None
+
+    def _save(self, plan: Plan) -> None:
+        if self._file is None or self.world.members[0] != 0:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            plan.save(self._file)
+        except (OSError, PlanError) as error:
+            self._decide(f"the plan could not be kept for the next run: {error}")
+
+    # -- words ---------------------------------------------------------------------------------------------------------
+
+    def _decide(self, text: str, considered: Sequence[str] = (), loud: bool = False) -> None:
+        self.decisions.append(Decision(self.steps, text, list(considered)))
+        if self.world.members[0] == 0:
+            (logger.warning if loud else logger.info)("auto, step %d: %s", self.steps, text)
+
+    def explain(self) -> str:
+        """What was measured, which plans were considered, why this one, what it predicts, and what was then measured."""
+        lines = [f"auto, quality {self.quality!r}, {self.world.size} ranks"]
+        for decision in self.decisions:
+            lines.append(f"step {decision.step}: {decision.text}")
+            lines += [f"    {text}" for text in decision.considered]
+        lines.append(f"now: {self.method.full if self.hooked else 'DDP alone, no hook'}")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        if self._profiling is not None:
+            self._profiling.close()
+        super().close()
+
+
+def _nothing() -> None:
+    """After an alarm nothing is tried again."""

@@ -1,0 +1,114 @@
+"""The best plan of a job, beside what else there is; and the same again, in a thread, for a job whose links have changed."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+
+from ..errors import PlanError
+from .choose import LOSSES, as_ddp, choose
+from .drift import links_by_steps, links_by_wire, scaled
+from .plan import Plan, Quality
+from .predict import predict
+from .profile import Profile
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, and for people what was considered. `present`: what the way in use is predicted to take."""
+
+    profile: Profile
+    plan: Plan
+    considered: tuple[str, ...]
+    present: float = 0.0
+
+
+def best(profile: Profile, quality: Quality) -> Choice:
+    """The best plan, and every codec for all tensors in DDP's own buckets."""
+    plan = choose(profile, quality=quality)
+    words = [f"{describe(plan)}: {milliseconds(plan.predicted_seconds)}, loss {plan.loss:.2f}"]
+    for cost in profile.codecs:
+        name = f"{cost.codec} via {cost.chain}" if cost.chain else cost.codec
+        seconds = predict(profile, as_ddp(profile, cost.codec, cost.chain)).seconds
+        allowed = "" if cost.loss <= LOSSES[quality] else f", not in quality {quality!r}"
+        words.append(f"{name} for everything: {milliseconds(seconds)}, loss {cost.loss:.2f}{allowed}")
+    return Choice(profile, plan, tuple(words))
+
+
+def left_to_ddp(profile: Profile, quality: Quality, seconds: float) -> Plan:
+    """The plan of a job that is best left to DDP: its own buckets, dense. `seconds` is what a step was measured to take."""
+    dense = tuple(cost for cost in profile.codecs if cost.codec == "dense" and not cost.chain)
+    plan = choose(msgspec.structs.replace(profile, codecs=dense))
+    return msgspec.structs.replace(
+        plan, quality=quality, groups=as_ddp(profile), predicted_seconds=seconds, dense_seconds=seconds
+    )
+
+
+def is_dense(plan: Plan) -> bool:
+    return all(group.codec == "dense" and not group.chain for group in plan.groups)
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a few words: its groups by codec."""
+    counts = Counter(f"{group.codec} via {group.chain}" if group.chain else group.codec for group in plan.groups)
+    return f"{len(plan.groups)} groups, " + ", ".join(f"{count} {codec}" for codec, count in counts.items())
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a job has changed: seconds of a step, and of its collectives where they were seen, before and now."""
+
+    steps: tuple[float, float]
+    collectives: tuple[float, float] | None = None
+
+
+class Search:
+    """A plan for a job that follows `present`, or travels dense, and has changed. Begins at once, in a thread of its own."""
+
+    def __init__(self, profile: Profile, present: Plan | None, quality: Quality, change: Change) -> None:
+        self._answer: Choice | PlanError | None = None
+        work = (profile, present, quality, change)
+        threading.Thread(target=self._work, args=work, name="thinwire-planner", daemon=True).start()
+
+    @property
+    def done(self) -> bool:
+        return self._answer is not None
+
+    def result(self) -> Choice:
+        """Once it is done."""
+        assert self._answer is not None
+        if isinstance(self._answer, PlanError):
+            raise self._answer
+        return self._answer
+
+    def _work(self, profile: Profile, present: Plan | None, quality: Quality, change: Change) -> None:
+        try:
+            self._answer = again(profile, present, quality, change)
+        except Exception as error:  # all ranks wait to hear of it
+            self._answer = PlanError(f"planning again failed: {type(error).__name__}: {error}")
+
+
+def again(profile: Profile, present: Plan | None, quality: Quality, change: Change) -> Choice:
+    groups = present.groups if present is not None else as_ddp(profile)
+    if change.collectives is not None:
+        factor = links_by_wire(profile, groups, *change.collectives)
+    else:
+        factor = links_by_steps(profile, groups, *change.steps)
+    now = scaled(profile, factor)
+    found = best(now, quality)
+    # Where the model is off, it is off for both.
+    off = change.steps[1] / predict(now, groups).seconds
+    plan = msgspec.structs.replace(
+        found.plan,
+        predicted_seconds=found.plan.predicted_seconds * off,
+        dense_seconds=found.plan.dense_seconds * off,
+    )
+    words = (f"links pass a byte in {factor:.2f} times the seconds of before", *found.considered)
+    return Choice(now, plan, words, change.steps[1])
