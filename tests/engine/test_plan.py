@@ -178,12 +178,11 @@ def test_layouts_that_no_plan_gives_are_refused() -> None:
     first = msgspec.json.decode(state["rank0.thinwire"])["layout"]["groups"]
     with pytest.raises(StateError, match=r"'group 2' has codec int8\(block=100\)"):
         exchange.load_state_dict(changed(_2={"codec": "int8(block=100)"}))
+    elements = first[0]["elements"]
+    moved = [slot | {"offset": slot["offset"] + elements} for slot in first[2]["slots"]]
+    mixed = changed(_0={"slots": first[0]["slots"] + moved, "elements": elements + first[2]["elements"]})
     with pytest.raises(StateError, match="different codecs"):
-        elements, moved = first[0]["elements"], first[2]["slots"]
-        moved = [slot | {"offset": slot["offset"] + elements} for slot in moved]
-        exchange.load_state_dict(
-            changed(_0={"slots": first[0]["slots"] + moved, "elements": elements + first[2]["elements"]})
-        )
+        exchange.load_state_dict(mixed)
     exchange.load_state_dict(changed())
 
 

@@ -29,11 +29,12 @@ from ..engine.watchdog import Watchdog
 from ..errors import PlanError, ThinwireError
 from ..kernels.finite import all_finite
 from ..log import logger
-from ..planner.again import Change, Choice, Search, best, is_dense, left_to_ddp, milliseconds
+from ..planner.again import Choice, Search, best, is_dense, left_to_ddp, milliseconds
 from ..planner.drift import Cusum
 from ..planner.plan import Plan, Quality
 from ..planner.profile import Cluster, Profile, fingerprint
 from ..planner.profile import Tensor as TensorProfile
+from ..profiler.links import measure as measure_links
 from ..schemes.world import TorchWorld
 from .ddp import DDPWire, parameters_of
 from .profile import Profiling
@@ -111,7 +112,7 @@ class AutoWire(DDPWire):
         self._void = self._paused = self._planning = False
         self._dog = Watchdog({tensor.name: tensor.elements for tensor in self.tensors})
         self._look: _Look | None = None
-        self._step_time, self._wire_time = Cusum(), Cusum()
+        self._step_time, self._wire_time = Cusum(), Cusum(allowed=0.3, alarm=0.8)
         self._search: Search | None = None
         self._file = self._place_of_plan(plan_file)
         self._profiling: Profiling | None = None
@@ -138,8 +139,7 @@ class AutoWire(DDPWire):
         if self._profiling is not None:
             self._profiling.rest()
         self._walls, self._wires, self._trial, self._look, self._void = [], [], [], None, False
-        self._step_time, self._wire_time = Cusum(), Cusum()
-        self._dog.forget()
+        self._step_time, self._wire_time = Cusum(), Cusum(allowed=0.3, alarm=0.8)
         self._phase = phase
 
     # -- between two steps ---------------------------------------------------------------------------------------------
@@ -220,12 +220,13 @@ class AutoWire(DDPWire):
         if measured < self._baseline:
             self._decide(f"{words}: kept")
             self._save(plan)
-        else:
-            self._go_over(before.plan if before.plan is not None else "dense")
-            back = f"back to {before}" if before.plan is not None else "gradients travel dense, by plain all-reduces"
-            self._decide(f"{words}: not faster; {back}")
-            if self._profile is not None and before.plan is None:
-                self._save(left_to_ddp(self._profile, self.quality, self._baseline))
+            self._phase = self._running  # what is under way goes on
+            return
+        self._go_over(before.plan if before.plan is not None else "dense")
+        back = f"back to {before}" if before.plan is not None else "gradients travel dense, by plain all-reduces"
+        self._decide(f"{words}: not faster; {back}")
+        if self._profile is not None and before.plan is None:
+            self._save(left_to_ddp(self._profile, self.quality, self._baseline))
         self._rest(self._running)
 
     def _running(self) -> None:
@@ -244,6 +245,7 @@ class AutoWire(DDPWire):
     def _give_up(self, reason: str) -> None:
         method = self.method
         self.change("dense", keep=False)
+        self._dog.forget()
         self._decide(
             f"{method} is given up, and what it held back is dropped: {reason}; gradients travel dense", loud=True
         )
@@ -295,8 +297,7 @@ class AutoWire(DDPWire):
     def _plan_again(self) -> None:
         step, wire = self._step_time, self._wire_time
         words = f"steps went from {milliseconds(step.level)} to {milliseconds(step.last)}"
-        spoke = wire.level > 0.0 and wire.last > 0.0
-        if spoke:
+        if wire.level > 0.0:
             words += f", their collectives from {milliseconds(wire.level)} to {milliseconds(wire.last)}"
         if self._profile is None:  # this run began with a saved plan
             if self.hooked:
@@ -306,11 +307,20 @@ class AutoWire(DDPWire):
             assert self._profiling is not None
             self._profiling.begin()
             return
-        self._decide(f"{words}: planning again, beside the training")
+        links = self._links_now(self._profile)
+        self._decide(
+            f"{words}; links pass a byte in {links:.2f} times the seconds: planning again, beside the training"
+        )
         self._baseline, self._planning = step.last, True
         if self.world.members[0] == 0:
-            change = Change((step.level, step.last), (wire.level, wire.last) if spoke else None)
-            self._search = Search(self._profile, self.plan, self.quality, change)
+            self._search = Search(self._profile, self.plan, self.quality, links, step.last)
+
+    def _links_now(self, profile: Profile) -> float:
+        """How many times the seconds of the profile links need for a byte. Takes about a step."""
+        assert isinstance(self.world, TorchWorld)
+        budget = min(1.0, max(0.2, self._step_time.last))
+        (samples,) = measure_links(self.world, [("all_gather", "flat")], budget=budget, largest=1 << 20)
+        return samples.link().line.slope / max(profile.line("all_gather", "flat").slope, 1e-15)
 
     def _adopt(self) -> None:
         search, self._search, self._planning = self._search, None, False
@@ -335,6 +345,7 @@ class AutoWire(DDPWire):
         new = Method.of(method)
         compile_kernels(self._parent, new)
         self.change(method)
+        self._dog.forget()
         if not new.direct:
             self.hook()
 
@@ -378,7 +389,7 @@ class AutoWire(DDPWire):
             return super().skipped_last_step
         # DDP alone tells nobody. Its means are the same on all ranks.
         gradients = [parameter.grad for parameter in parameters_of(module).values()]
-        return not all(all_finite(gradient) for gradient in gradients if gradient is not None)
+        return not all(all_finite(gradient.reshape(-1)) for gradient in gradients if gradient is not None)
 
     def _method_after(self, saved: Method) -> Method:
         # Rounds of plans were made ready in `begin`, chains between nodes were not.

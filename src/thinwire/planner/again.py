@@ -10,7 +10,7 @@ import msgspec
 
 from ..errors import PlanError
 from .choose import LOSSES, as_ddp, choose
-from .drift import links_by_steps, links_by_wire, scaled
+from .drift import scaled
 from .plan import Plan, Quality
 from .predict import predict
 from .profile import Profile
@@ -61,20 +61,15 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
-@dataclass(frozen=True)
-class Change:
-    """How a job has changed: seconds of a step, and of its collectives where they were seen, before and now."""
-
-    steps: tuple[float, float]
-    collectives: tuple[float, float] | None = None
-
-
 class Search:
-    """A plan for a job that follows `present`, or travels dense, and has changed. Begins at once, in a thread of its own."""
+    """A plan for a job that follows `present`, or travels dense, and whose steps now take `seconds`.
 
-    def __init__(self, profile: Profile, present: Plan | None, quality: Quality, change: Change) -> None:
+    `links`: how many times the seconds of before its links need for a byte. Begins at once, in a thread of its own.
+    """
+
+    def __init__(self, profile: Profile, present: Plan | None, quality: Quality, links: float, seconds: float) -> None:
         self._answer: Choice | PlanError | None = None
-        work = (profile, present, quality, change)
+        work = (profile, present, quality, links, seconds)
         threading.Thread(target=self._work, args=work, name="thinwire-planner", daemon=True).start()
 
     @property
@@ -88,27 +83,21 @@ class Search:
             raise self._answer
         return self._answer
 
-    def _work(self, profile: Profile, present: Plan | None, quality: Quality, change: Change) -> None:
+    def _work(self, profile: Profile, present: Plan | None, quality: Quality, links: float, seconds: float) -> None:
         try:
-            self._answer = again(profile, present, quality, change)
+            self._answer = again(profile, present, quality, links, seconds)
         except Exception as error:  # all ranks wait to hear of it
             self._answer = PlanError(f"planning again failed: {type(error).__name__}: {error}")
 
 
-def again(profile: Profile, present: Plan | None, quality: Quality, change: Change) -> Choice:
-    groups = present.groups if present is not None else as_ddp(profile)
-    if change.collectives is not None:
-        factor = links_by_wire(profile, groups, *change.collectives)
-    else:
-        factor = links_by_steps(profile, groups, *change.steps)
-    now = scaled(profile, factor)
+def again(profile: Profile, present: Plan | None, quality: Quality, links: float, seconds: float) -> Choice:
+    now = scaled(profile, links)
     found = best(now, quality)
     # Where the model is off, it is off for both.
-    off = change.steps[1] / predict(now, groups).seconds
+    off = seconds / predict(now, present.groups if present is not None else as_ddp(now)).seconds
     plan = msgspec.structs.replace(
         found.plan,
         predicted_seconds=found.plan.predicted_seconds * off,
         dense_seconds=found.plan.dense_seconds * off,
     )
-    words = (f"links pass a byte in {factor:.2f} times the seconds of before", *found.considered)
-    return Choice(now, plan, words, change.steps[1])
+    return Choice(now, plan, found.considered, seconds)

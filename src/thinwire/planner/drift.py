@@ -1,4 +1,4 @@
-"""When a running job is no longer what its profile says: found by cumulative sums, put into numbers by the planner's model.
+"""When a running job is no longer what its profile says.
 
 Everything is in logarithms: a link that is three times as slow is as far away as one that is three times as fast.
 """
@@ -6,28 +6,26 @@ Everything is in logarithms: a link that is three times as slow is as far away a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
-from .predict import Grouped, Job, cost_of, predict
 from .profile import Line, Profile
-
-ALLOWED, ALARM = 0.1, 0.6
-"""What a number may wander by itself, and the sum of what is beyond that at which it has changed."""
 
 REFERENCE = 2
 """Observations that make the level from which a number wanders."""
 
-FARTHEST = 1000.0
-
 
 @dataclass
 class Cusum:
-    """One positive number, watched in both directions."""
+    """One positive number, watched in both directions.
 
+    allowed  what it may wander by itself
+    alarm    the sum of what is beyond that at which it has changed for good
+    """
+
+    allowed: float = 0.15
+    alarm: float = 0.6
     level: float = 0.0
     last: float = 0.0
     _first: list[float] = field(default_factory=list)
@@ -44,13 +42,9 @@ class Cusum:
             self.level = math.exp(sum(self._first) / len(self._first))
             return False
         away = math.log(value / self.level)
-        self._above = max(0.0, self._above + away - ALLOWED)
-        self._below = max(0.0, self._below - away - ALLOWED)
-        return max(self._above, self._below) > ALARM
-
-    def reset(self) -> None:
-        """Take a new level from what comes."""
-        self._first, self._above, self._below = [], 0.0, 0.0
+        self._above = max(0.0, self._above + away - self.allowed)
+        self._below = max(0.0, self._below - away - self.allowed)
+        return max(self._above, self._below) > self.alarm
 
 
 def scaled(profile: Profile, links: float = 1.0, compute: float = 1.0) -> Profile:
@@ -70,30 +64,3 @@ def scaled(profile: Profile, links: float = 1.0, compute: float = 1.0) -> Profil
         tensors=tuple(msgspec.structs.replace(t, ready=t.ready * compute) for t in profile.tensors),
         links=tuple(msgspec.structs.replace(link, line=slower(link.line)) for link in profile.links),
     )
-
-
-def links_by_steps(profile: Profile, groups: Sequence[Grouped], before: float, now: float) -> float:
-    """How many times slower links are, if a step by these groups took `before` seconds and now takes `now`."""
-    target = now / before * predict(profile, groups).seconds
-    low, high = 1.0 / FARTHEST, FARTHEST
-    for _ in range(40):
-        middle = math.sqrt(low * high)
-        if predict(scaled(profile, middle), groups).seconds < target:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(low * high)
-
-
-def links_by_wire(profile: Profile, groups: Sequence[Grouped], before: float, now: float) -> float:
-    """The same from the seconds that collectives were under way: what does not depend on bytes stays as it is."""
-    job = Job(profile)
-    sizes = {tensor.name: tensor.elements for tensor in profile.tensors}
-    options = [job.options.index(cost_of(profile, group.codec, group.chain)) for group in groups]
-    elements = np.array([float(sum(sizes[name] for name in group.names)) for group in groups])
-    pieces = job.pieces(options, elements)
-    fixed, variable = float(pieces.latency.sum()), float(pieces.wire.sum())
-    if variable <= 0.0:
-        return 1.0
-    factor = (now / before * (fixed + variable) - fixed) / variable
-    return min(max(factor, 1.0 / FARTHEST), FARTHEST)
