@@ -10,15 +10,12 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 dist.init_process_group("gloo")
 ddp = DistributedDataParallel(torch.nn.Linear(512, 512))
-wire = thinwire.attach(ddp, "micro(density=0.01)")
+wire = thinwire.attach(ddp)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 for _ in range(100):
     optimizer.zero_grad()
     ddp(torch.randn(32, 512)).square().mean().backward()
     optimizer.step()
 if dist.get_rank() == 0:
-    stats = wire.stats()
-    print(
-        f"{stats['steps']} steps, {stats['bytes_per_step']:.0f} bytes a step, residual norm {stats['residual_norm']:.3f}"
-    )
+    print(wire.explain())
 dist.destroy_process_group()

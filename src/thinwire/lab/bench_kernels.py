@@ -254,6 +254,7 @@ def run(
             "ranks": count,
             "seconds": median,
             "ratio_to_add": median / floor,
+            "selection_seconds": median - floor if phase in ("select", "eager", "sampled", "topk") else None,
             "speedup_over_topk": slow / median,
             "bits_per_selected": statistics.median(bits) if bits else None,
             "entropy_bits": entropy_bits(density) + value_bits if bits else None,
