@@ -8,7 +8,7 @@ import pytest
 
 from tests.planner import examples
 from thinwire.errors import PlanError
-from thinwire.planner.choose import SLACK, choose
+from thinwire.planner.choose import SLACK, as_ddp, by_buckets, choose
 from thinwire.planner.plan import PlanGroup
 from thinwire.planner.predict import predict
 from thinwire.planner.profile import Cluster, Contention, fingerprint
@@ -64,6 +64,8 @@ def test_on_a_fast_link_nothing_is_compressed():
 
 def test_quality_bounds_what_is_chosen():
     slow = examples.profile(bits_per_second=1e7)
+    costs = tuple(msgspec.structs.replace(c, loss=0.99) if "micro" in c.codec else c for c in slow.codecs)
+    slow = msgspec.structs.replace(slow, codecs=costs)
     codecs = {
         quality: {g.codec for g in choose(slow, quality=quality).groups} for quality in ("lossless", "high", "fast")
     }
@@ -105,3 +107,21 @@ def test_one_tensor_and_one_rank():
 def test_wrong_wishes_are_named(options, message):
     with pytest.raises(PlanError, match=message):
         choose(examples.profile(), **options)
+
+
+def test_groups_end_where_buckets_do():
+    profile = examples.profile([100_000] * 12, bits_per_second=1e8)
+    names = [tensor.name for tensor in profile.tensors]
+    for borders in ([4, 8, 12], [1, 12], [12], [3, 7, 8, 12]):
+        edges = [0, *borders]
+        held = by_buckets(profile, borders)
+        for start, stop in itertools.pairwise(edges):
+            ready = {tensor.ready for tensor in held.tensors[start:stop]}
+            assert ready == {profile.tensors[stop - 1].ready}
+        plan = choose(held, borders=borders)
+        for group in plan.groups:
+            first, last = names.index(group.names[0]), names.index(group.names[-1])
+            assert any(start <= first and last < stop for start, stop in itertools.pairwise(edges)), borders
+        ddp = as_ddp(held, borders=borders)
+        assert [len(group.names) for group in ddp] == [stop - start for start, stop in itertools.pairwise(edges)]
+        assert plan.predicted_seconds <= predict(held, ddp).seconds * (1 + SLACK)

@@ -1,1 +1,1 @@
-"""Where gradients come from: `ddp.py` takes them from DistributedDataParallel."""
+"""Where gradients come from: `attach.py` makes the wire of a DistributedDataParallel, `ddp.py` and `auto.py` are it."""

@@ -30,6 +30,7 @@ from ..errors import PlanError, ThinwireError
 from ..kernels.finite import all_finite
 from ..log import logger
 from ..planner.again import Choice, Search, best, is_dense, left_to_ddp, milliseconds
+from ..planner.choose import by_buckets
 from ..planner.drift import Cusum
 from ..planner.plan import Plan, Quality
 from ..planner.profile import Cluster, Profile, fingerprint
@@ -104,6 +105,7 @@ class AutoWire(DDPWire):
         self._parent = self.world.parent
         self._phase: Callable[[], None] = self._watching
         self._profile: Profile | None = None
+        self._borders: list[int] = []
         self._before = self.method
         self._baseline = 0.0
         self._walls: list[float] = []
@@ -177,8 +179,10 @@ class AutoWire(DDPWire):
             self._stay(f"{words}: no method can save {LEAST_GAIN:.0%}")
             return
         budget = min(LONGEST_MEASUREMENT, max(2.0, 20 * native))
-        self._profile = profile = profiling.measure(candidates=self._candidates(), budget=budget)
-        choice: Choice = self._from_rank_0(lambda: best(profile, self.quality))
+        profile = profiling.measure(candidates=self._candidates(), budget=budget)
+        self._borders = profiling.borders(profile)
+        self._profile = profile = by_buckets(profile, self._borders)
+        choice: Choice = self._from_rank_0(lambda: best(profile, self.quality, self._borders))
         plan = msgspec.structs.replace(choice.plan, dense_seconds=native)
         gain = 1.0 - plan.predicted_seconds / native
         words += f"; the best plan is predicted at {milliseconds(plan.predicted_seconds)}, {gain:.0%} less"
@@ -191,7 +195,7 @@ class AutoWire(DDPWire):
         how = "gradients travel dense" if self.hooked else "DDP stays alone, no hook is registered"
         self._decide(f"{words}; {how}", considered)
         if self._profile is not None:
-            self._save(left_to_ddp(self._profile, self.quality, self.native_seconds))
+            self._save(left_to_ddp(self._profile, self.quality, self.native_seconds, self._borders))
         self._rest(self._running)
 
     def _switch(self, plan: Plan, words: str, considered: Sequence[str] = ()) -> None:
@@ -226,7 +230,7 @@ class AutoWire(DDPWire):
         back = f"back to {before}" if before.plan is not None else "gradients travel dense, by plain all-reduces"
         self._decide(f"{words}: not faster; {back}")
         if self._profile is not None and before.plan is None:
-            self._save(left_to_ddp(self._profile, self.quality, self._baseline))
+            self._save(left_to_ddp(self._profile, self.quality, self._baseline, self._borders))
         self._rest(self._running)
 
     def _running(self) -> None:
@@ -313,7 +317,7 @@ class AutoWire(DDPWire):
         )
         self._baseline, self._planning = step.last, True
         if self.world.members[0] == 0:
-            self._search = Search(self._profile, self.plan, self.quality, links, step.last)
+            self._search = Search(self._profile, self.plan, self.quality, links, step.last, self._borders)
 
     def _links_now(self, profile: Profile) -> float:
         """How many times the seconds of the profile links need for a byte. Takes about a step."""

@@ -46,6 +46,19 @@ class Profiling:
     def close(self) -> None:
         self.watch.close()
 
+    def borders(self, profile: Profile) -> list[int]:
+        """Where DDP's buckets end, as places in the order of the profile's tensors; see `planner.choose`."""
+        said = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sizes = [int(size) for size in str(said.get("rebuilt_bucket_sizes") or said["bucket_sizes"]).split(",")]
+        width = {name: parameter.element_size() for name, parameter in self._named.items()}
+        ends, size, waiting = [], 0, sizes.copy()
+        for place, tensor in enumerate(profile.tensors, start=1):
+            size += tensor.elements * width[tensor.name]
+            if waiting and size >= waiting[0]:
+                size -= waiting.pop(0)
+                ends.append(place)
+        return ends
+
     def measure(
         self, *, candidates: Sequence[str] | None = None, budget: float = 15.0, model: str = "", rate: str = ""
     ) -> Profile:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,24 +28,28 @@ class Choice:
     present: float = 0.0
 
 
-def best(profile: Profile, quality: Quality) -> Choice:
+def best(profile: Profile, quality: Quality, borders: Sequence[int] = ()) -> Choice:
     """The best plan, and every codec for all tensors in DDP's own buckets."""
-    plan = choose(profile, quality=quality)
+    plan = choose(profile, quality=quality, borders=borders)
     words = [f"{describe(plan)}: {milliseconds(plan.predicted_seconds)}, loss {plan.loss:.2f}"]
     for cost in profile.codecs:
         name = f"{cost.codec} via {cost.chain}" if cost.chain else cost.codec
-        seconds = predict(profile, as_ddp(profile, cost.codec, cost.chain)).seconds
+        seconds = predict(profile, as_ddp(profile, cost.codec, cost.chain, borders)).seconds
         allowed = "" if cost.loss <= LOSSES[quality] else f", not in quality {quality!r}"
         words.append(f"{name} for everything: {milliseconds(seconds)}, loss {cost.loss:.2f}{allowed}")
     return Choice(profile, plan, tuple(words))
 
 
-def left_to_ddp(profile: Profile, quality: Quality, seconds: float) -> Plan:
+def left_to_ddp(profile: Profile, quality: Quality, seconds: float, borders: Sequence[int] = ()) -> Plan:
     """The plan of a job that is best left to DDP: its own buckets, dense. `seconds` is what a step was measured to take."""
     dense = tuple(cost for cost in profile.codecs if cost.codec == "dense" and not cost.chain)
     plan = choose(msgspec.structs.replace(profile, codecs=dense))
     return msgspec.structs.replace(
-        plan, quality=quality, groups=as_ddp(profile), predicted_seconds=seconds, dense_seconds=seconds
+        plan,
+        quality=quality,
+        groups=as_ddp(profile, borders=borders),
+        predicted_seconds=seconds,
+        dense_seconds=seconds,
     )
 
 
@@ -67,10 +73,18 @@ class Search:
     `links`: how many times the seconds of before its links need for a byte. Begins at once, in a thread of its own.
     """
 
-    def __init__(self, profile: Profile, present: Plan | None, quality: Quality, links: float, seconds: float) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        present: Plan | None,
+        quality: Quality,
+        links: float,
+        seconds: float,
+        borders: Sequence[int] = (),
+    ) -> None:
         self._answer: Choice | PlanError | None = None
-        work = (profile, present, quality, links, seconds)
-        threading.Thread(target=self._work, args=work, name="thinwire-planner", daemon=True).start()
+        work = functools.partial(again, profile, present, quality, links, seconds, borders)
+        threading.Thread(target=self._work, args=(work,), name="thinwire-planner", daemon=True).start()
 
     @property
     def done(self) -> bool:
@@ -83,18 +97,20 @@ class Search:
             raise self._answer
         return self._answer
 
-    def _work(self, profile: Profile, present: Plan | None, quality: Quality, links: float, seconds: float) -> None:
+    def _work(self, work: Callable[[], Choice]) -> None:
         try:
-            self._answer = again(profile, present, quality, links, seconds)
+            self._answer = work()
         except Exception as error:  # all ranks wait to hear of it
             self._answer = PlanError(f"planning again failed: {type(error).__name__}: {error}")
 
 
-def again(profile: Profile, present: Plan | None, quality: Quality, links: float, seconds: float) -> Choice:
+def again(
+    profile: Profile, present: Plan | None, quality: Quality, links: float, seconds: float, borders: Sequence[int]
+) -> Choice:
     now = scaled(profile, links)
-    found = best(now, quality)
+    found = best(now, quality, borders)
     # Where the model is off, it is off for both.
-    off = seconds / predict(now, present.groups if present is not None else as_ddp(now)).seconds
+    off = seconds / predict(now, present.groups if present is not None else as_ddp(now, borders=borders)).seconds
     plan = msgspec.structs.replace(
         found.plan,
         predicted_seconds=found.plan.predicted_seconds * off,

@@ -7,10 +7,14 @@ within 2 % of the fastest, the one that loses least is taken.
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from ..errors import PlanError
@@ -44,8 +48,12 @@ class _Try:
     loss: float
 
 
-def choose(profile: Profile, *, quality: Quality = "fast", slack: float = SLACK) -> Plan:
-    """The plan for the job that this profile describes."""
+def choose(profile: Profile, *, quality: Quality = "fast", slack: float = SLACK, borders: Sequence[int] = ()) -> Plan:
+    """The plan for the job that this profile describes.
+
+    borders: where the buckets of a DDP module end that cannot be made anew, as places in the order of the tensors; see
+    `by_buckets`. A group of several buckets would have to be copied, so there is none.
+    """
     if quality not in LOSSES:
         raise PlanError(f"quality must be one of {', '.join(LOSSES)}, not {quality!r}")
     if not 0.0 <= slack <= 1.0:
@@ -53,11 +61,11 @@ def choose(profile: Profile, *, quality: Quality = "fast", slack: float = SLACK)
     begun = time.perf_counter()
     allowed = [cost for cost in profile.codecs if cost.loss <= LOSSES[quality]]
     dense = next(at for at, cost in enumerate(allowed) if cost.codec == "dense" and not cost.chain)
-    search = _Search(profile, allowed)
+    search = _Search(profile, allowed, borders)
     plain = search.attempt(search.buckets(dense))
     remarks = []
     if profile.cluster.world == 1:
-        best = search.attempt([(0, len(profile.tensors), dense)])
+        best = search.attempt(search.cut([(0, len(profile.tensors), dense)]))
         remarks.append("one rank: there is nothing to exchange")
     else:
         best = search.least_loss(search.fastest(plain), plain, slack)
@@ -70,10 +78,21 @@ def choose(profile: Profile, *, quality: Quality = "fast", slack: float = SLACK)
     return _written(profile, search, best, plain.seconds, quality, time.perf_counter() - begun, remarks)
 
 
-def as_ddp(profile: Profile, codec: str = "dense", chain: str = "") -> tuple[PlanGroup, ...]:
+def by_buckets(profile: Profile, borders: Sequence[int]) -> Profile:
+    """The profile of a job whose tensors come bucket by bucket: each with the last one of its own."""
+    tensors = list(profile.tensors)
+    for start, stop in itertools.pairwise([0, *borders]):
+        ready = max((tensor.ready for tensor in tensors[start:stop]), default=0.0)
+        tensors[start:stop] = [msgspec.structs.replace(tensor, ready=ready) for tensor in tensors[start:stop]]
+    return msgspec.structs.replace(profile, tensors=tuple(tensors))
+
+
+def as_ddp(
+    profile: Profile, codec: str = "dense", chain: str = "", borders: Sequence[int] = ()
+) -> tuple[PlanGroup, ...]:
     """The groups of a job in DDP's own buckets, all by one codec."""
     names = [tensor.name for tensor in profile.tensors]
-    cuts = _Search(profile, []).buckets(0)
+    cuts = _Search(profile, [], borders).buckets(0)
     return tuple(PlanGroup(tuple(names[start:stop]), codec, chain) for start, stop, _ in cuts)
 
 
@@ -111,12 +130,13 @@ def _written(
 class _Search:
     """All that is tried on one profile, and what it was predicted to take."""
 
-    def __init__(self, profile: Profile, options: Sequence[CodecCost]) -> None:
+    def __init__(self, profile: Profile, options: Sequence[CodecCost], borders: Sequence[int] = ()) -> None:
         self.profile, self.options = profile, list(options)
         self.job = Job(profile, self.options)
         self.elements = np.array([tensor.elements for tensor in profile.tensors], np.float64)
         self.total = np.concatenate([[0.0], np.cumsum(self.elements)])
         self.ready = np.array([tensor.ready for tensor in profile.tensors])
+        self.borders = sorted({*borders, len(profile.tensors)} - {0}) if borders else []
         energy = np.array([tensor.energy for tensor in profile.tensors])
         weight = energy if energy.any() else self.elements
         self.weight = np.concatenate([[0.0], np.cumsum(weight / max(weight.sum(), 1e-300))])
@@ -126,6 +146,8 @@ class _Search:
     def attempt(self, groups: Sequence[Group]) -> _Try:
         """What a plan takes, and loses."""
         key = tuple(groups)
+        if self.borders and any(self._crosses(start, stop) for start, stop, _ in key):
+            return _Try(key, math.inf, math.inf)
         if key not in self._tries:
             parts = [self._of(group) for group in key]
             pieces = Pieces(
@@ -147,8 +169,21 @@ class _Search:
             self._pieces[group] = self.job.pieces([option], self.total[[stop]] - self.total[start])
         return self._pieces[group]
 
+    def _crosses(self, start: int, stop: int) -> bool:
+        return bisect.bisect_right(self.borders, start) != bisect.bisect_left(self.borders, stop)
+
+    def cut(self, groups: Sequence[Group]) -> list[Group]:
+        """The same groups, ended at every border."""
+        found = []
+        for start, stop, option in groups:
+            inside = [border for border in self.borders if start < border < stop]
+            found += [(first, last, option) for first, last in itertools.pairwise([start, *inside, stop])]
+        return found
+
     def buckets(self, option: int) -> list[Group]:
-        """As DDP would group the tensors by itself."""
+        """As DDP groups the tensors, or would by itself."""
+        if self.borders:
+            return self.cut([(0, len(self.elements), option)])
         found, start, size, cap = [], 0, 0.0, DDP_FIRST
         for at, elements in enumerate(self.elements):
             size += 4.0 * elements
@@ -255,7 +290,7 @@ class _Search:
         compute = np.diff(self.ready, prepend=0.0)
         problem = pareto.Problem(compute, lengths, np.array(offsets), np.array(vectors))
         found = pareto.solve(problem, limit=24, beams=())
-        return [(start, stop, owners[row]) for start, stop, row in found.groups]
+        return self.cut([(start, stop, owners[row]) for start, stop, row in found.groups])
 
 
 def _faster(new: _Try, old: _Try) -> bool:

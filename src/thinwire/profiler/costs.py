@@ -26,7 +26,7 @@ from ..schemes.world import Collective, Place, Scope, TorchWorld
 from .fit import fit
 from .links import NAMES, agreed
 
-WARM_UP, MEASURED = 3, 3
+WARM_UP, MEASURED = 3, 6
 SMALL = 1024
 """Tensors with fewer elements travel dense, whatever the codec."""
 
