@@ -160,6 +160,9 @@ def step(
                 rows += bench_step.rows(run, options)
                 memory.append(run.peak_memory_bytes)
         _show_steps(rows)
+        for row in rows:
+            if row["explained"]:
+                output.print(escape(f"{row['method']} at {row['rate']}: {row['explained']}"), soft_wrap=True)
         console.print(f"peak memory of a rank, all methods together: {max(memory) / 1e9:.2f} GB")
         if json_file is not None:
             summary = {

@@ -84,6 +84,8 @@ class Phase:
     measured_rate: float | None
     calibrated: bool
     visits: dict[str, list[Visit]] = field(default_factory=dict)
+    explained: dict[str, str] = field(default_factory=dict)
+    """What methods that decide by themselves say about it."""
 
 
 @dataclass
@@ -199,6 +201,8 @@ def _run_job(cluster: Cluster, options: Options, outcome: Run, watcher: Watcher)
         elif "seconds" in item:
             outcome.phases[-1].visits.setdefault(options.methods[item.pop("method")], []).append(Visit(**item))
             watcher.visits(1)
+        elif "explained" in item:
+            outcome.phases[-1].explained[options.methods[item["method"]]] = item["explained"]
         elif "peak_memory_bytes" in item:
             outcome.peak_memory_bytes = max(outcome.peak_memory_bytes, item["peak_memory_bytes"])
     result = job.wait()
@@ -281,6 +285,7 @@ def _row(run: Run, phase: Phase, method: str, options: Options) -> dict[str, Any
         "pinned": run.pinned,
         "measured_rate": phase.measured_rate,
         "calibrated": phase.calibrated,
+        "explained": phase.explained.get(method),
     }
 
 

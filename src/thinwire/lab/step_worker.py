@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 
 from ..engine.wire import Wire
+from ..frontends.auto import AutoWire
 from .bench_step import name_and_size, sizes_of
 from .methods import updates_of
 from .peers import ONE_BUCKET_MB, PEERS
@@ -199,6 +200,9 @@ def main() -> None:
     for round_ in range(options.rounds):
         for place, contestant in enumerate(contestants):
             say(round=round_, method=place, **judge.visit(contestant, options.steps))
+    for place, contestant in enumerate(contestants):
+        if isinstance(contestant.wire, AutoWire):
+            say(explained=contestant.wire.explain(), method=place)
     say(peak_memory_bytes=judge.peak_memory())
     dist.destroy_process_group()
 
