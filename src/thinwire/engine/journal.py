@@ -144,13 +144,14 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Trace(_Line, frozen=True):
-    """One step in full. `time` is when it began, by the wall clock."""
+    """One step in full. `time` is when it began, by the wall clock. Without the layout, groups are numbers of buckets."""
 
     step: int
     time: float
     seconds: float
     spans: tuple[Span, ...]
     arrivals: tuple[Arrival, ...]
+    path: str = "layout"
 
 
 Line: TypeAlias = Start | Layout | Step | Event | Note | Trace
@@ -177,6 +178,11 @@ class Journal(msgspec.Struct):
     @property
     def steps(self) -> list[Step]:
         return [self.by_step[number] for number in sorted(self.by_step)]
+
+    def layout_of(self, step: int, path: str = "layout") -> tuple[GroupLine, ...]:
+        """The groups of a step; none where it went without a layout."""
+        before = [layout for layout in self.layouts if layout.step < step]
+        return before[-1].groups if before and path == "layout" else ()
 
     def add(self, line: Line) -> None:
         match line:

@@ -325,7 +325,7 @@ def _trace(number: int, began: float, done: Done, marks: Sequence[tuple[str, flo
         for at, names, groups in done.arrivals
     )
     wall = time.time() - (perf_counter() - began)
-    return journal.Trace(number, wall, _short(done.ended - began), tuple(spans), arrivals)
+    return journal.Trace(number, wall, _short(done.ended - began), tuple(spans), arrivals, done.path)
 
 
 def make_sink(target: Any, rank: int) -> Sink | None:
