@@ -144,7 +144,10 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Trace(_Line, frozen=True):
-    """One step in full. `time` is when it began, by the wall clock. Without the layout, groups are numbers of buckets."""
+    """One step in full. It began at `time`, by the wall clock, and at `clock`, by one that is exact but this process's own.
+
+    Without the layout, groups are numbers of buckets.
+    """
 
     step: int
     time: float
@@ -152,6 +155,7 @@ class Trace(_Line, frozen=True):
     spans: tuple[Span, ...]
     arrivals: tuple[Arrival, ...]
     path: str = "layout"
+    clock: float = 0.0
 
 
 Line: TypeAlias = Start | Layout | Step | Event | Note | Trace

@@ -54,6 +54,7 @@ class Recorder:
         """Whether anybody asked for a log, on this rank or another."""
         self.tracing = 0
         """Steps that are still to be traced."""
+        self._trace_from = 0.0
         self._marks: deque[tuple[str, float]] = deque()
         self._sinks: list[Sink] = []
         self._lock = threading.RLock()
@@ -109,6 +110,7 @@ class Recorder:
     def trace(self, steps: int) -> None:
         """Write down everything of the next steps."""
         self._marks.clear()
+        self._trace_from = perf_counter()
         self.tracing = steps
 
     def mark(self, name: str) -> None:
@@ -127,7 +129,9 @@ class Recorder:
             if line.skipped:
                 self.event(number, "skipped", "a gradient was not finite: the step is void on all ranks")
             self._summarise(line)
-        if self.tracing and before is not None:
+        # Not the step that is just being written down while the training thread asks for the next ones.
+        begun = done.arrivals[0][0] if done.arrivals else done.ended
+        if self.tracing and before is not None and begun >= self._trace_from:
             marks = []
             while self._marks and self._marks[0][1] < done.ended:  # the training thread adds those of the next step
                 marks.append(self._marks.popleft())
@@ -254,6 +258,11 @@ def _short(seconds: float) -> float:
     return round(seconds, 7)
 
 
+def _exact(seconds: float) -> float:
+    """To a nanosecond: the spans of a trace must neither overlap nor leave holes."""
+    return round(seconds, 9)
+
+
 def _collectives(timing: Timing) -> Iterable[tuple[str, float, float]]:
     return (phase for phase in timing.phases if phase[0] not in WORK)
 
@@ -309,23 +318,23 @@ def _trace(number: int, began: float, done: Done, marks: Sequence[tuple[str, flo
     for timing in done.timings:
         for name, start, stop in timing.phases:
             lane = "thread" if name in WORK else "wire"
-            spans.append(journal.Span(lane, name, timing.group, _short(start - began), _short(stop - began)))
+            spans.append(journal.Span(lane, name, timing.group, _exact(start - began), _exact(stop - began)))
     for name, group, start, stop in done.work:
-        spans.append(journal.Span("thread", name, group, _short(start - began), _short(stop - began)))
+        spans.append(journal.Span("thread", name, group, _exact(start - began), _exact(stop - began)))
     last = max((at for at, _, _ in done.arrivals), default=done.ended)
     starts = [("between steps", began), *(mark for mark in marks if began <= mark[1] < last)]
     if len(starts) == 1:
         starts = [("compute", began)]
     for (name, start), (_, stop) in zip(starts, [*starts[1:], ("", last)], strict=True):
-        spans.append(journal.Span("job", name, -1, _short(start - began), _short(stop - began)))
-    waiting = journal.Span("job", "waiting for the exchange", -1, _short(last - began), _short(done.ended - began))
+        spans.append(journal.Span("job", name, -1, _exact(start - began), _exact(stop - began)))
+    waiting = journal.Span("job", "waiting for the exchange", -1, _exact(last - began), _exact(done.ended - began))
     spans.append(waiting)
     arrivals = tuple(
-        journal.Arrival(_short(at - began), len(names), names[0] if names else "", groups)
+        journal.Arrival(_exact(at - began), len(names), names[0] if names else "", groups)
         for at, names, groups in done.arrivals
     )
     wall = time.time() - (perf_counter() - began)
-    return journal.Trace(number, wall, _short(done.ended - began), tuple(spans), arrivals, done.path)
+    return journal.Trace(number, wall, _exact(done.ended - began), tuple(spans), arrivals, done.path, began)
 
 
 def make_sink(target: Any, rank: int) -> Sink | None:

@@ -103,7 +103,7 @@
 
   const KINDS = { forward: "grey", loss: "grey", optimizer: "grey", "between steps": "rule", compute: "grey", backward: "violet",
     "waiting for the exchange": "red", encode: "orange", decode: "green", commit: "teal", "take in": "teal", "hand back": "teal",
-    "waiting for wire": "rule", "waiting for backward": "rule" };
+    "waiting for wire": "rule", "waiting for backward": "rule", "waiting for a core": "red" };
   const tone = (lane, name) => (lane === "wire" ? "blue" : KINDS[name] || (name === "work" ? "green" : "blue"));
 
   function gantt(run) {
@@ -282,7 +282,7 @@
   }
 
   function whichPlan(plan, s) {
-    const gap = s.seconds ? " Measured: " + milli(s.seconds) + " ms, " + percent(s.seconds / plan.predicted - 1) + " off." : "";
+    const gap = s.seconds && plan.predicted ? " Measured: " + milli(s.seconds) + " ms, " + percent(s.seconds / plan.predicted - 1) + " off." : "";
     return element("section", {}, element("h2", {}, "The plan"), element("p", {},
       "For " + plan.model + " on " + plan.nodes + " x " + plan.ranks_per_node + " ranks" + (plan.rate ? ", " + plan.rate : "") + ", quality " + plan.quality
       + ", found by " + plan.search + ". A step is predicted to take " + milli(plan.predicted) + " ms; " + milli(plan.dense) + " ms dense, "

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..engine.journal import Span, Trace
 
-FOR_WIRE, FOR_BACKWARD = "waiting for wire", "waiting for backward"
+FOR_WIRE, FOR_BACKWARD, FOR_CORE = "waiting for wire", "waiting for backward", "waiting for a core"
 
 
 class Interval(NamedTuple):
@@ -52,23 +52,36 @@ def exchange(trace: Trace) -> Interval:
 
 
 def waits(trace: Trace) -> list[Span]:
-    """What the exchange thread waited for: a collective under way, or else a bucket that was still to come.
+    """What the exchange thread waited for when it did nothing.
 
-    What is left between its spans is its own: waking up, and bookkeeping that nobody has timed.
+    wire      a collective is under way
+    a core    a bucket is ready, or a collective has ended, but the thread was not let on: other threads have the cores, or
+              Python's lock
+    backward  neither, until the next bucket is ready
+
+    What is left between its spans is its own bookkeeping, which nobody has timed.
     """
-    idle = without([exchange(trace)], [Interval(s.start, s.end) for s in trace.spans if s.lane == "thread"])
-    wire = [Interval(span.start, span.end) for span in trace.spans if span.lane == "wire"]
-    last = max((arrival.at for arrival in trace.arrivals), default=0.0)
-    quiet = without(idle, wire)
+    work = sorted((span for span in trace.spans if span.lane == "thread"), key=lambda span: span.start)
+    wire = [span for span in trace.spans if span.lane == "wire"]
+    idle = without([exchange(trace)], map(_interval, work))
+    quiet = without(idle, map(_interval, wire))
+    ready = [Interval(arrival.at, _next(work, arrival.at, trace.seconds)) for arrival in trace.arrivals]
+    ready += [Interval(span.end, _next(work, span.end, span.end, span.group)) for span in wire]
+    rest = without(quiet, ready)
     found = [Span("thread", FOR_WIRE, -1, *span) for span in without(idle, quiet)]
-    # Between the moment when a bucket was ready and the one when work on it began nobody waits for backward any more.
-    for span in quiet:
-        end = min(
-            span.end, next((a.at for a in sorted(trace.arrivals, key=lambda a: a.at) if a.at > span.start), last)
-        )
-        if end > span.start:
-            found.append(Span("thread", FOR_BACKWARD, -1, span.start, end))
+    found += [Span("thread", FOR_CORE, -1, *span) for span in without(quiet, rest)]
+    arrived = {arrival.at for arrival in trace.arrivals}
+    found += [Span("thread", FOR_BACKWARD, -1, *span) for span in rest if span.end in arrived]
     return sorted(found, key=lambda span: span.start)
+
+
+def _interval(span: Span) -> Interval:
+    return Interval(span.start, span.end)
+
+
+def _next(work: Iterable[Span], at: float, otherwise: float, group: int | None = None) -> float:
+    """When the thread began the next piece of work, or the next one of a group."""
+    return next((span.start for span in work if span.start >= at and group in (None, span.group)), otherwise)
 
 
 def coverage(trace: Trace) -> float:

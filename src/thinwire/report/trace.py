@@ -20,14 +20,16 @@ Event = dict[str, Any]
 
 def chrome(run: Run) -> dict[str, Any]:
     """The whole file as an object. Times are microseconds since the first traced step, by the clocks of the ranks."""
-    traces = [(found.start.rank, trace) for found in run.journals for trace in found.traces.values()]
     events: list[Event] = []
-    began = min((trace.time for _, trace in traces), default=0.0)
+    began = min((trace.time for found in run.journals for trace in found.traces.values()), default=0.0)
     for found in run.journals:
         rank, lanes = found.start.rank, 0
+        first = next(iter(found.traces.values()), None)
         for trace in found.traces.values():
-            groups = found.layout_of(trace.step, trace.path)
-            scribe = _Scribe(rank, trace, 1e6 * (trace.time - began), groups)
+            assert first is not None
+            # The wall clock is too coarse for steps that follow each other at once.
+            offset = 1e6 * (first.time - began + trace.clock - first.clock)
+            scribe = _Scribe(rank, trace, offset, found.layout_of(trace.step, trace.path))
             events += scribe.events()
             lanes = max(lanes, scribe.lanes)
         if found.traces:
