@@ -18,7 +18,7 @@ from thinwire.planner.plan import Operation, Plan
 
 STEPS, TRACED = 30, 20
 
-HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!-- & 'quoted' \u2028 [bold]x[/bold] \x1b[2J"
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!-- & 'quoted' [bold]x[/bold] \x1b[2J \u2028"
 
 
 def model() -> nn.Module:

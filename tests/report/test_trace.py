@@ -57,12 +57,18 @@ def test_a_hostile_name_is_a_name(hostile_run: Path) -> None:
     validate(_trace(hostile_run))
 
 
+def _overlap(slices: list[dict[str, Any]]) -> None:
+    """Let one slice end in the middle of the next."""
+    first, second = sorted(slices, key=lambda event: event["ts"])[:2]
+    first["dur"] = second["ts"] + second["dur"] / 2 - first["ts"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         lambda events: events[0].pop("ph"),
         lambda events: next(e for e in events if e["ph"] == "X").update(dur=-1.0),
-        lambda events: next(e for e in events if e["ph"] == "X" and e["tid"] == 2).update(dur=1e9),
+        lambda events: _overlap([e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, 2)]),
         lambda events: next(e for e in events if e["ph"] == "f").update(id=0),
         lambda events: next(e for e in events if e["ph"] == "s").update(ts=1e12),
         lambda events: next(e for e in events if e["ph"] == "t").update(tid=77),
