@@ -38,7 +38,7 @@ def _job(folder: str) -> tuple[dict[str, Any], int]:
     optimizer.step()
     stats = wire.stats()
     wire.close()
-    return stats, wire.steps_done
+    return stats, wire.steps
 
 
 def test_what_a_job_writes(tmp_path: Path) -> None:

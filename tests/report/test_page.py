@@ -52,7 +52,7 @@ def test_what_a_page_shows(real_run: Path) -> None:
     assert len(shown["columns"]["step"]) == STEPS
     assert len(shown["traces"]) == TRACED
     assert [group["codec"] for group in shown["groups"]] == ["topk", "dense", "dense"]
-    assert [bool(group["predicted"]) for group in shown["groups"]] == [True, True, True]
+    assert [bool(group["predicted"]) for group in shown["groups"]] == [True, True, False]
     topk, dense = shown["groups"][0], next(g for g in shown["groups"] if "0.weight" in g["tensors"])
     assert topk["predicted"] == pytest.approx({"encode": 0.002, "wire": 0.005, "decode": 0.001})
     assert dense["predicted"] == pytest.approx({"encode": 0.001, "wire": 0.006, "decode": 0.001})

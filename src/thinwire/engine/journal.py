@@ -84,7 +84,7 @@ class Step(_Line, frozen=True):
     wire      how long at least one collective was under way
     bytes     handed over to collectives
     density   elements sent, as a share of those that could have been; target: what the codec was asked for
-    path      "layout", or "dense" for steps that are plain all-reduces
+    path      "layout", "dense" for steps that are plain all-reduces, "ddp" for steps without a hook
     """
 
     step: int
@@ -105,7 +105,7 @@ class Step(_Line, frozen=True):
 
 
 class Event(_Line, frozen=True):
-    """`what` is skipped, settings, codec, fallback, warning or closed."""
+    """`what` is skipped, settings, codec, auto, fallback or closed."""
 
     step: int
     time: float

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from ..codecs import Codec
 from ..log import logger
 from ..planner.plan import Plan
 from ..version import __version__
@@ -27,7 +26,7 @@ from .pipeline import WORK, Timing
 
 if TYPE_CHECKING:
     from .layout import Layout
-    from .member import Member
+    from .member import GroupRun, Member
 
 Sink = Callable[[journal.Line], None]
 
@@ -138,15 +137,20 @@ class Recorder:
             self._write(_trace(number, before, done, marks))
             self.tracing -= 1
 
+    def alone(self, number: int, seconds: float) -> None:
+        """A step of DDP without a hook: nobody knows more than how long it took."""
+        if self.active and number % self.every == 0:
+            self._write(journal.Step(number, round(time.time(), 3), _short(seconds), path="ddp"))
+
     def _line(self, number: int, before: float | None, done: Done, member: Member | None) -> journal.Step:
         seconds = done.ended - before if before is not None else None
         exposed = max(0.0, done.ended - max((at for at, _, _ in done.arrivals), default=done.ended))
-        encode, decode = _total(done.timings, "encode"), _total(done.timings, "decode")
+        by_group = {timing.group: _spent(timing.phases) for timing in done.timings}
+        encode, decode = (sum(spent[at] for spent in by_group.values()) for at in (0, 2))
         groups: tuple[journal.GroupStep, ...] = ()
         density = target = norm = None
         size, skipped = done.bytes, False
         if member is not None:
-            by_group = {timing.group: timing for timing in done.timings}
             groups = tuple(_of_group(by_group.get(at), run) for at, run in enumerate(member.groups))
             size, skipped = sum(group.bytes for group in groups), member.last_off
             counted = [(g.sent, run.info.elements) for g, run in zip(groups, member.groups, strict=True) if g.sent]
@@ -154,7 +158,9 @@ class Recorder:
             target = _target(member)
             if self.residual_every and number % self.residual_every == 0 and not skipped:
                 norm = member.residuals.norm()
-        wire = _covered((start, stop) for timing in done.timings for _, start, stop in _collectives(timing))
+        wire = _covered(
+            (start, stop) for timing in done.timings for name, start, stop in timing.phases if name not in WORK
+        )
         return journal.Step(
             number,
             round(time.time(), 3),
@@ -263,12 +269,17 @@ def _exact(seconds: float) -> float:
     return round(seconds, 9)
 
 
-def _collectives(timing: Timing) -> Iterable[tuple[str, float, float]]:
-    return (phase for phase in timing.phases if phase[0] not in WORK)
-
-
-def _total(timings: Sequence[Timing], name: str) -> float:
-    return sum(stop - start for timing in timings for phase, start, stop in timing.phases if phase == name)
+def _spent(phases: Sequence[tuple[str, float, float]]) -> tuple[float, float, float]:
+    """Seconds of encode, of collectives, and of decode."""
+    encode = wire = decode = 0.0
+    for name, start, stop in phases:
+        if name == "encode":
+            encode += stop - start
+        elif name == "decode":
+            decode += stop - start
+        elif name not in WORK:
+            wire += stop - start
+    return encode, wire, decode
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -286,30 +297,24 @@ def _ratio(part: float, whole: float) -> float | None:
 
 def _target(member: Member) -> float | None:
     """The density that the codecs were asked for in the step that is over, over all groups that have one."""
-    shares: dict[Codec, float | None] = {}
+    shares: dict[str, float | None] = {}
     asked = whole = 0.0
     for run in member.groups:
-        if run.codec not in shares:
+        text = run.group.codec
+        if text not in shares:
             density = getattr(run.codec.at(member.step - 1, member.settings), "density", None)
-            shares[run.codec] = float(density) if isinstance(density, int | float) else None
-        share = shares[run.codec]
+            shares[text] = float(density) if isinstance(density, int | float) else None
+        share = shares[text]
         if share is not None:
             asked += share * run.info.elements
             whole += run.info.elements
     return _ratio(asked, whole)
 
 
-def _of_group(timing: Timing | None, run: Any) -> journal.GroupStep:
-    if timing is None:
+def _of_group(spent: tuple[float, float, float] | None, run: GroupRun) -> journal.GroupStep:
+    if spent is None:
         return journal.GroupStep(0.0, 0.0, 0.0, 0, 0)
-    wire = sum(stop - start for _, start, stop in _collectives(timing))
-    return journal.GroupStep(
-        _short(_total([timing], "encode")),
-        _short(wire),
-        _short(_total([timing], "decode")),
-        int(run.bytes),
-        int(run.entries),
-    )
+    return journal.GroupStep(_short(spent[0]), _short(spent[1]), _short(spent[2]), run.bytes, run.entries)
 
 
 def _trace(number: int, began: float, done: Done, marks: Sequence[tuple[str, float]]) -> journal.Trace:

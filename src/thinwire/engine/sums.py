@@ -84,7 +84,7 @@ class Sums(Exchange):
             each.finish()
         self.runner.statistics.add(member, timings)
         done = Done(timings, [(timing.arrived, (), (timing.group,)) for timing in timings], perf_counter())
-        self._recorder.step(self.steps_done, done, member)
+        self._recorder.step(self.steps, done, member)
 
     def _failed(self, name: str, part: Collective, error: RuntimeError) -> ExchangeError:
         """Nothing more is sent after an error."""

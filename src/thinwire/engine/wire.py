@@ -123,7 +123,7 @@ class Wire(Checkpoint):
             agree(self.world.parent, {**chosen.facts(), "step": step}, problem)
         self.method = chosen
         self.settings = {name: value for name, value in self.settings.items() if name in chosen.adjustable}
-        self._recorder.event(self.steps_done, "codec", f"from now on {chosen.full}")
+        self._recorder.event(self.steps, "codec", f"from now on {chosen.full}")
         if old is None:
             self.world.prepare(self._layout([self.tensors]).places(self._place()))
             return
@@ -200,7 +200,7 @@ class Wire(Checkpoint):
         if self.runner is not None:
             for member in self.runner.members:
                 member.adjust(settings)
-        self._recorder.event(self.steps_done, "settings", f"from the next step on {self._method_now().full}")
+        self._recorder.event(self.steps, "settings", f"from the next step on {self._method_now().full}")
         if self.world.members[0] == 0:
             logger.info("from the next step on: %s", self._method_now())
 
@@ -243,11 +243,6 @@ class Wire(Checkpoint):
             return [self.stats()]
         return words.gather(self.stats(), self.world.parent)
 
-    @property
-    def steps_done(self) -> int:
-        """How many exchanges the job has behind it, dense ones and those before a resume included."""
-        return self.dense_steps + (self.runner.members[0].step if self.runner is not None else 0)
-
     def log_to(self, target: Any = None, *, every: int = 1, summary: int = 100, residual_every: int = 50) -> None:
         """Write down what every step takes and sends, from the next one on. Not a collective; may be called several times.
 
@@ -277,7 +272,7 @@ class Wire(Checkpoint):
 
     def note(self, *, step: int | None = None, **values: float) -> None:
         """Put numbers of your own into the log, such as `wire.note(loss=loss.item())` after backward."""
-        self._recorder.note(self.steps_done if step is None else step, values)
+        self._recorder.note(self.steps if step is None else step, values)
 
     def trace(self, steps: int = 20) -> None:
         """Write down when every piece of the next steps happens: for `thinwire report --trace`, and its timeline.
@@ -292,7 +287,7 @@ class Wire(Checkpoint):
 
     def _tell_layout(self) -> None:
         if self.runner is not None:
-            self._recorder.layout(self.steps_done, self.method.full, self.runner.layout, self.plan)
+            self._recorder.layout(self.steps, self.method.full, self.runner.layout, self.plan)
 
     # -- mixed precision and non-finite values -------------------------------------------------------------------------
 
@@ -361,7 +356,7 @@ class Wire(Checkpoint):
                 self._direct_skipped += first
                 self._direct_void = step
             if first:
-                self._recorder.event(self.steps_done, "skipped", "a dense mean is not finite: the step is void")
+                self._recorder.event(self.steps, "skipped", "a dense mean is not finite: the step is void")
 
 
 def _counter(reference: weakref.ref[Wire]) -> Callable[[], int]:
@@ -369,6 +364,6 @@ def _counter(reference: weakref.ref[Wire]) -> Callable[[], int]:
 
     def count() -> int:
         wire = reference()
-        return wire.steps_done if wire is not None else 0
+        return wire.steps if wire is not None else 0
 
     return count

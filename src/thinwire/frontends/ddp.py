@@ -191,7 +191,7 @@ class DDPWire(Wire):
         """The mean by plain all-reduces: nothing can be faster through a Python hook."""
         if bucket.index() == 0:
             self._begin_direct()
-            self._dense.begin(self.steps_done + 1)
+            self._dense.begin(self.steps + 1)
             self._matches = True
         number, partition = self._direct_steps, self._partition
         self._matches &= partition is None or names in partition

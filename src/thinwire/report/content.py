@@ -134,6 +134,8 @@ def _groups(found: Journal, groups: Sequence[GroupLine], plan: Plan | None) -> l
 
 
 def _planned(plan: Plan, group: GroupLine) -> PlanGroup | None:
+    if group.name.startswith(SMALL_GROUP):
+        return None  # tensors of several groups of the plan, whose times are not theirs
     names = set(group.tensors)
     return next((one for one in plan.groups if names.intersection(one.names)), None)
 

@@ -95,7 +95,7 @@
 
   function range(low, high) {
     if (!known(low) || !known(high)) return [0, 1];
-    const bottom = low >= 0 && low < 0.6 * high ? 0 : low - 0.08 * (high - low || Math.abs(high) || 1);
+    const bottom = low >= 0 && (low < 0.6 * high || high - low < 0.05 * high) ? 0 : low - 0.08 * (high - low || Math.abs(high) || 1);
     return [bottom, high + 0.08 * (high - bottom || Math.abs(high) || 1)];
   }
 
@@ -240,7 +240,7 @@
     ]));
     if (run.plan) part.append(whichPlan(run.plan, s));
     if (run.groups.length) part.append(groupTable(run));
-    part.append(gantt(run));
+    if (run.traces.length || run.groups.length) part.append(gantt(run));
     const box = element("div", { class: "charts" });
     const binned = run.binned ? " Means over neighbouring steps." : "";
     if (some(c.compute)) {
@@ -282,7 +282,7 @@
   }
 
   function whichPlan(plan, s) {
-    const gap = s.seconds && plan.predicted ? " Measured: " + milli(s.seconds) + " ms, " + percent(s.seconds / plan.predicted - 1) + " off." : "";
+    const gap = s.seconds && plan.predicted ? " Measured: " + milli(s.seconds) + " ms, " + plain(s.seconds / plan.predicted, 3) + " times that." : "";
     return element("section", {}, element("h2", {}, "The plan"), element("p", {},
       "For " + plan.model + " on " + plan.nodes + " x " + plan.ranks_per_node + " ranks" + (plan.rate ? ", " + plan.rate : "") + ", quality " + plan.quality
       + ", found by " + plan.search + ". A step is predicted to take " + milli(plan.predicted) + " ms; " + milli(plan.dense) + " ms dense, "
