@@ -103,7 +103,9 @@ class ResidualStore:
 
     def norm(self) -> float:
         """Of all of them together; one pass over memory, without copies."""
-        return math.hypot(*(_norm(tile) for each in self.held for held in each for tile in torch.split(held.flat, TILE)))
+        return math.hypot(
+            *(_norm(tile) for each in self.held for held in each for tile in torch.split(held.flat, TILE))
+        )
 
     @property
     def bytes(self) -> int:
