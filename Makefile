@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: venv test lint demo format clean
+.PHONY: venv browser test lint demo format clean
 
 venv: $(VENV)/.installed
 
@@ -15,8 +15,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) --editable '.[test,lint]'
 	touch $@
 
-test: venv
-	$(BIN)/python -m pytest
+# Report pages are tested in a browser. Where none can be had, those tests are skipped and say so.
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		export DEBIAN_FRONTEND=noninteractive; \
+		apt-get install -qq -y chromium >/dev/null 2>&1 || \
+		{ apt-get update -qq && apt-get install -qq -y chromium; } >/dev/null 2>&1 || true; \
+	fi
+
+test: venv browser
+	$(BIN)/python -m pytest -rs
 
 lint: venv
 	$(BIN)/ruff check src tests examples

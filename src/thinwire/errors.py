@@ -69,3 +69,19 @@ class ProfileError(ThinwireError):
 
 class PlanError(ThinwireError):
     """A plan that cannot be read, or does not fit this model or these ranks; names the first difference."""
+
+
+class JournalError(ThinwireError):
+    """A journal of a run that cannot be read; names file, line and field."""
+
+
+class JournalLine(JournalError):
+    """A line of a journal that is no JSON, or has a field that is missing or of the wrong kind."""
+
+
+class JournalVersion(JournalError):
+    """The journal was written by another version of the format."""
+
+
+class JournalEmpty(JournalError):
+    """There is no journal at this place, or nothing in it."""

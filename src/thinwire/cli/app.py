@@ -10,8 +10,10 @@ from ..version import __version__
 from . import bench, demo, lab
 from .plan import plan
 from .profile import profile
+from .report import report
 from .selftest import selftest
 from .simulate import simulate
+from .top import top
 
 app = typer.Typer(
     name="thinwire",
@@ -26,6 +28,8 @@ app.command()(demo.demo)
 app.command(context_settings={"allow_interspersed_args": False})(profile)
 app.command()(plan)
 app.command()(simulate)
+app.command()(report)
+app.command()(top)
 app.command()(selftest)
 
 

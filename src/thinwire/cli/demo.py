@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,8 @@ from ..codecs import parse
 from ..lab.cluster import Cluster
 from ..lab.demo import WARM_UP, Outcome, train
 from ..lab.results import result, write
+from ..report import page
+from ..report.runs import load
 from .console import console, errors, failure, output
 
 
@@ -26,6 +29,7 @@ def demo(
     data: Annotated[
         Path | None, typer.Option(help="A text to learn; default: the texts of Python's own help.")
     ] = None,
+    report: Annotated[Path, typer.Option(help="Write a page about both runs to this file.")] = Path("report.html"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
     """Train a small GPT on two emulated machines with a slow link between them, plainly and through thinwire.
@@ -41,13 +45,15 @@ def demo(
                 console.print(f"[yellow]{escape(cluster.why)}[/yellow]", soft_wrap=True)
             else:
                 console.print(escape(f"two nodes, {cluster.rate}; {cluster.calibrate()}"), soft_wrap=True)
-            outcomes = _run_all(cluster, ["fp32", codec], steps, data)
-            _show(outcomes, cluster)
+            with tempfile.TemporaryDirectory() as folder:
+                outcomes = _run_all(cluster, ["fp32", codec], steps, data, Path(folder))
+                _show(outcomes, cluster)
+                _report(report, outcomes, Path(folder))
             if json_file is not None:
                 write(json_file, _result(outcomes, cluster, steps))
 
 
-def _run_all(cluster: Cluster, methods: list[str], steps: int, data: Path | None) -> list[Outcome]:
+def _run_all(cluster: Cluster, methods: list[str], steps: int, data: Path | None, folder: Path) -> list[Outcome]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes = []
     with Progress(*columns, console=console) as progress:
@@ -57,8 +63,16 @@ def _run_all(cluster: Cluster, methods: list[str], steps: int, data: Path | None
             def on_step(outcome: Outcome, task: object = task) -> None:
                 progress.update(task, completed=len(outcome.losses))  # type: ignore[arg-type]
 
-            outcomes.append(train(cluster, method, steps, data, on_step))
+            outcomes.append(train(cluster, method, steps, data, on_step, folder / "thinwire"))
     return outcomes
+
+
+def _report(path: Path, outcomes: list[Outcome], folder: Path) -> None:
+    """One page with both runs."""
+    plain = folder / "plain DDP.jsonl"
+    outcomes[0].write_journal(plain, 2)
+    page.write(path, [load(plain), load(folder / "thinwire")])
+    console.print(escape(f"{path}: both runs, step by step; open it in a browser"), soft_wrap=True)
 
 
 def _name(method: str) -> str:

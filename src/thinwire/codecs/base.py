@@ -167,6 +167,10 @@ class Codec:
     def estimate(self, group: GroupInfo, world: int) -> Estimate:
         raise NotImplementedError
 
+    def sent(self, entries: int, state: CodecState) -> int:
+        """How many elements of this rank's gradient the last exchange took; `entries` are those of its own message."""
+        return entries
+
     def smallest_capacity(self, group: GroupInfo) -> int:
         """Bytes without which a message of this codec makes no progress."""
         return HEADER_BYTES + 64

@@ -129,6 +129,10 @@ class MiCRO(Codec):
             histogram=torch.zeros(count * BINS),
         )
 
+    def sent(self, entries: int, state: CodecState) -> int:
+        assert isinstance(state, MicroState)
+        return state.count  # all ranks send their values of what any of them selected
+
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:

@@ -31,9 +31,13 @@ class Feed:
     unused: Sequence[Sequence[str]]
 
 
+WORK = ("encode", "decode", "commit")
+"""Phases in which the exchange thread works; the others are collectives."""
+
+
 @dataclass
 class Timing:
-    """When one group passed through its phases, in seconds of `time.perf_counter`."""
+    """When one group passed through its phases, in seconds of `time.perf_counter`. Group -1: what ends a step."""
 
     group: int
     arrived: float
@@ -52,6 +56,7 @@ class _Task:
     parts: list[Collective] = field(default_factory=list)
     pending: Pending | None = None
     issued: float = 0.0
+    landed: list[float] = field(default_factory=list)
 
 
 class Pipeline:
@@ -122,7 +127,7 @@ class Pipeline:
     def _resume(self, task: _Task) -> None:
         self._rounds[task.round].popleft()
         now = perf_counter()
-        task.timing.phases.append((task.parts[0].name, task.issued, now))
+        task.timing.phases.append((task.parts[0].name, task.issued, max(task.landed, default=now)))
         assert task.pending is not None
         try:
             task.pending.check()
@@ -151,8 +156,8 @@ class Pipeline:
             raise ExchangeError(f"{self.place(task)}: some ranks end where others ask for a collective")
         if task.round >= len(self._rounds):
             raise ExchangeError(f"{self.place(task)}: its codec declares fewer rounds than it uses")
-        task.parts, task.issued = parts, perf_counter()
-        task.pending = self.world.issue(task.round, parts, self._wake)
+        task.parts, task.issued, task.landed = parts, perf_counter(), []
+        task.pending = self.world.issue(task.round, parts, _stamper(task.landed, self._wake))
         self._rounds[task.round].append(task)
 
     @staticmethod
@@ -174,8 +179,10 @@ class Pipeline:
                 steps = [member.epilogue() for member in self.members]
                 self._work(_Task(-1, "used parameters", steps, Timing(-1, perf_counter())), "encode")
                 return
+        begun = perf_counter()
         for member in self.members:
             member.finish()
+        self._timings.append(Timing(-1, begun, [("commit", begun, perf_counter())]))
         timings, self._timings = self._timings, []
         self._next = self._done = 0
         self._on_step(timings)
@@ -194,3 +201,13 @@ class Pipeline:
             if queue:
                 return self.place(queue[0])
         return f"step {self.members[0].step}, before any collective"
+
+
+def _stamper(landed: list[float], wake: Callable[[], None]) -> Callable[[], None]:
+    """Notes when a collective ended: the thread that goes on with it may be busy then. Holds nothing but the list."""
+
+    def stamp() -> None:
+        landed.append(perf_counter())
+        wake()
+
+    return stamp

@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from .layout import Layout
 from .member import Member
 from .outset import compare
 from .pipeline import Feed, Pipeline, Timing
+from .recorder import Done as DoneStep
+from .recorder import Recorder
 from .stats import Statistics
 
 SLICE_SECONDS = 0.2
@@ -39,6 +42,7 @@ class _Arrival:
     unused: Sequence[Sequence[str]]
     done: Done
     buckets: list[Bucket] = field(default_factory=list)
+    at: float = field(default_factory=perf_counter)
 
 
 class Runner:
@@ -53,8 +57,16 @@ class Runner:
         tests_results: bool = False,
         tracks_unused: bool = False,
         saturates: bool = False,
+        recorder: Recorder | None = None,
+        number: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`recorder` is told of every step, which has the number that `number` gives after it."""
         self.world, self.layout = world, layout
+        self._recorder, self._number = recorder, number
+        self._step: DoneStep | None = None
+        self._arrivals: list[tuple[float, Sequence[str], tuple[int, ...]]] = []
+        self._work: list[tuple[str, int, float, float]] = []
+        self._handed_back = 0.0
         self.members = [
             Member(
                 layout,
@@ -132,7 +144,8 @@ class Runner:
                         self._take_in(arrival)
                     arrival = self._inbox.get_nowait()
             while self.error is None and self._pipeline.advance():
-                pass
+                if self._step is not None:
+                    self._tell()
         except BaseException as error:
             self.close(error)
             if self._thread is None:
@@ -159,6 +172,8 @@ class Runner:
         self.world.close()  # last: it may have to wait for a collective that a peer never joins
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
+        if self._recorder is not None:
+            self._recorder.closed(self._number(), self.error)
 
     def interrupt(self) -> None:
         """Ctrl-C while somebody waits: Python delivers it only after the wait, so the wait must fail."""
@@ -166,10 +181,13 @@ class Runner:
             self.close(ExchangeError(f"interrupted while waiting: {self._pipeline.under_way()}"))
 
     def _take_in(self, arrival: _Arrival) -> None:
+        begun = perf_counter()
         complete: list[int] = []
         for assembly, buffer, unused in zip(self._assemblies, arrival.buffers, arrival.unused, strict=True):
             bucket, complete = assembly.arrive(arrival.names, buffer, unused)
             arrival.buckets.append(bucket)
+        self._arrivals.append((arrival.at, arrival.names, tuple(complete)))
+        self._work.append(("take in", complete[0] if complete else -1, begun, perf_counter()))
         for index in complete:
             self._pipeline.feed(
                 index,
@@ -183,8 +201,11 @@ class Runner:
             self._finished(arrival)
 
     def _hand_back(self, index: int) -> None:
+        begun = perf_counter()
         for assembly in self._assemblies:
             assembly.finish(index)
+        self._handed_back = perf_counter()
+        self._work.append(("hand back", index, begun, self._handed_back))
         for arrival in [arrival for arrival in self._open if arrival.buckets]:
             if not any(bucket.open for bucket in arrival.buckets):
                 self._finished(arrival)
@@ -198,6 +219,18 @@ class Runner:
 
     def _count(self, timings: list[Timing]) -> None:
         self.statistics.add(self.members[0], timings)
+        self._step = DoneStep(timings, self._arrivals, 0.0, self._work)
+        self._arrivals, self._work = [], []
+
+    def _tell(self) -> None:
+        """The recorder hears of a step when its last bucket has been handed back."""
+        done, self._step = self._step, None
+        assert done is not None
+        done.ended = self._handed_back
+        done.work += self._work
+        self._work = []
+        if self._recorder is not None:
+            self._recorder.step(self._number(), done, self.members[0])
 
 
 def _waker(runner: weakref.ref[Runner]) -> Callable[[], None]:

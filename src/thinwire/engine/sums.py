@@ -18,6 +18,7 @@ from ..errors import ExchangeError, WireClosed
 from ..schemes.world import Collective, LocalWorld, Pending
 from .exchange import Exchange
 from .pipeline import Timing
+from .recorder import Done
 from .runner import SLICE_SECONDS
 
 
@@ -82,6 +83,8 @@ class Sums(Exchange):
         for each in self.runner.members:
             each.finish()
         self.runner.statistics.add(member, timings)
+        done = Done(timings, [(timing.arrived, (), (timing.group,)) for timing in timings], perf_counter())
+        self._recorder.step(self.steps, done, member)
 
     def _failed(self, name: str, part: Collective, error: RuntimeError) -> ExchangeError:
         """Nothing more is sent after an error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from .agree import agree
 from .checkpoint import Checkpoint
 from .layout import Exclude, Layout, TensorInfo
 from .method import Method
+from .recorder import Recorder, make_sink
 from .runner import Runner
 
 
@@ -53,6 +54,7 @@ class Wire(Checkpoint):
         self._went_direct = False
         self._lock = threading.Lock()
         self._finalizer: weakref.finalize[..., Any] | None = None
+        self._recorder = Recorder(world.members[0], world.size, world.ranks_per_node)
         interrupt.watch(self)
 
     @property
@@ -79,6 +81,8 @@ class Wire(Checkpoint):
             tests_results=self._guarded or self._protected,
             tracks_unused=self._tracks_unused,
             saturates=self._scaler is None,
+            recorder=self._recorder,
+            number=_counter(weakref.ref(self)),
         )
         for member in runner.members:
             member.adjust(self.settings)
@@ -94,6 +98,7 @@ class Wire(Checkpoint):
             # When the wire is forgotten, and before the interpreter goes down under a thread that still runs.
             self._finalizer = weakref.finalize(self, runner.stop)
         self.runner = runner
+        self._tell_layout()
         return runner
 
     def change(self, codec: Codec | str | Plan, chain: str | None = None, *, keep: bool = True) -> None:
@@ -118,6 +123,7 @@ class Wire(Checkpoint):
             agree(self.world.parent, {**chosen.facts(), "step": step}, problem)
         self.method = chosen
         self.settings = {name: value for name, value in self.settings.items() if name in chosen.adjustable}
+        self._recorder.event(self.steps, "codec", f"from now on {chosen.full}")
         if old is None:
             self.world.prepare(self._layout([self.tensors]).places(self._place()))
             return
@@ -194,6 +200,7 @@ class Wire(Checkpoint):
         if self.runner is not None:
             for member in self.runner.members:
                 member.adjust(settings)
+        self._recorder.event(self.steps, "settings", f"from the next step on {self._method_now().full}")
         if self.world.members[0] == 0:
             logger.info("from the next step on: %s", self._method_now())
 
@@ -235,6 +242,52 @@ class Wire(Checkpoint):
         if not isinstance(self.world, TorchWorld):
             return [self.stats()]
         return words.gather(self.stats(), self.world.parent)
+
+    def log_to(self, target: Any = None, *, every: int = 1, summary: int = 100, residual_every: int = 50) -> None:
+        """Write down what every step takes and sends, from the next one on. Not a collective; may be called several times.
+
+        target          a path ending in .jsonl: JSON lines of rank 0; another path: a folder, with a file of each rank.
+                        An object with `add_scalar` (TensorBoard's SummaryWriter): scalars of rank 0. A function: is given
+                        each line as a dict, in the exchange thread. None: only the summary
+        every           write every so many steps
+        summary         say on rank 0, in the log, what a step takes, every so many steps; 0: never
+        residual_every  compute the norm of the residuals every so many steps, a pass over memory; 0: never
+
+        `thinwire top` and `thinwire report` read what is written; `docs/report.md` says what each number means.
+        """
+        for name, value, least in (
+            ("every", every, 1),
+            ("summary", summary, 0),
+            ("residual_every", residual_every, 0),
+        ):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number from {least} on, not {value!r}")
+        recorder = self._recorder
+        sink = None if target is None else make_sink(target, self.world.members[0])
+        recorder.every, recorder.summary_every, recorder.residual_every = every, summary, residual_every
+        recorder.active = True
+        if sink is not None:
+            recorder.add(sink, self.method.full)
+            self._tell_layout()
+
+    def note(self, *, step: int | None = None, **values: float) -> None:
+        """Put numbers of your own into the log, such as `wire.note(loss=loss.item())` after backward."""
+        self._recorder.note(self.steps if step is None else step, values)
+
+    def trace(self, steps: int = 20) -> None:
+        """Write down when every piece of the next steps happens: for `thinwire report --trace`, and its timeline.
+
+        Spans go where `log_to` writes, step by step, and are not kept in memory.
+        """
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps must be a whole number from 1 on, not {steps!r}")
+        if not self._recorder.active:
+            raise ExchangeError("a trace is written to the log: call wire.log_to(...) first")
+        self._recorder.trace(steps)
+
+    def _tell_layout(self) -> None:
+        if self.runner is not None:
+            self._recorder.layout(self.steps, self.method.full, self.runner.layout, self.plan)
 
     # -- mixed precision and non-finite values -------------------------------------------------------------------------
 
@@ -299,5 +352,18 @@ class Wire(Checkpoint):
         looks = self._guarded or self._protected or not self.direct
         if looks and not all_finite(result):
             with self._lock:
-                self._direct_skipped += self._direct_void != step
+                first = self._direct_void != step
+                self._direct_skipped += first
                 self._direct_void = step
+            if first:
+                self._recorder.event(self.steps, "skipped", "a dense mean is not finite: the step is void")
+
+
+def _counter(reference: weakref.ref[Wire]) -> Callable[[], int]:
+    """How many steps a wire has done. Whoever counts must not keep it alive."""
+
+    def count() -> int:
+        wire = reference()
+        return wire.steps if wire is not None else 0
+
+    return count

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ..codecs import GroupInfo, ParameterInfo
 
+TILE = 1 << 16
+"""Elements whose squares are added in float32; the sums over tiles are added in float64."""
+
 
 @dataclass
 class Held:
@@ -99,8 +102,16 @@ class ResidualStore:
                 yield parameter.name, total.view(parameter.shape)
 
     def norm(self) -> float:
-        return math.sqrt(sum(float(held.flat.double().square().sum()) for each in self.held for held in each))
+        """Of all of them together; one pass over memory, without copies."""
+        return math.hypot(
+            *(_norm(tile) for each in self.held for held in each for tile in torch.split(held.flat, TILE))
+        )
 
     @property
     def bytes(self) -> int:
         return sum((4 if held.before is None else 8) * held.flat.numel() for each in self.held for held in each)
+
+
+def _norm(tile: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(tile))
+    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(tile, dtype=torch.float64))

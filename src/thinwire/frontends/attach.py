@@ -111,6 +111,7 @@ def attach(
         world.prepare(wire._layout([tensors]).places(wire._place()))
         wire.hook()
         wire.announce()
+    wire._hooks_allowed = module is ddp
     _wires[module] = wire
     return wire
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..engine.agree import compile_kernels
 from ..engine.method import Method
+from ..engine.pipeline import WORK
 from ..engine.state import Meta
 from ..engine.watchdog import Watchdog
 from ..errors import PlanError, ThinwireError
@@ -152,6 +153,8 @@ class AutoWire(DDPWire):
             return
         if not self.hooked:
             self.dense_steps += 1
+            assert self._profiling is not None
+            self._recorder.alone(self.steps, self._profiling.watch.steps[-1].wall)
         if module._join_config.enable:
             # Ranks that have joined take no step, so there is no moment at which all of them could speak.
             if not self._paused:
@@ -265,7 +268,7 @@ class AutoWire(DDPWire):
         if active:
             assert self.runner is not None
             phases = [phase for timing in self.runner.statistics.last for phase in timing.phases]
-            self._wires.append(sum(stop - start for name, start, stop in phases if name not in ("encode", "decode")))
+            self._wires.append(sum(stop - start for name, start, stop in phases if name not in WORK))
             self._void |= self.runner.members[0].last_off
         if len(self._walls) < PERIOD:
             return None
@@ -450,8 +453,17 @@ class AutoWire(DDPWire):
 
     def _decide(self, text: str, considered: Sequence[str] = (), loud: bool = False) -> None:
         self.decisions.append(Decision(self.steps, text, list(considered)))
+        self._recorder.event(self.steps, "fallback" if loud else "auto", text)
         if self.world.members[0] == 0:
             (logger.warning if loud else logger.info)("auto, step %d: %s", self.steps, text)
+
+    def log_to(self, target: Any = None, **options: int) -> None:
+        super().log_to(target, **options)
+        if target is not None:
+            for decision in self.decisions:
+                self._recorder.event(decision.step, "auto", decision.text)
+
+    log_to.__doc__ = DDPWire.log_to.__doc__
 
     def explain(self) -> str:
         """What was measured, which plans were considered, why this one, what it predicts, and what was then measured."""

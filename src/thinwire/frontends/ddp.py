@@ -21,6 +21,7 @@ from ..errors import ExchangeError, WireClosed
 from ..log import logger
 from ..schemes.world import TorchWorld
 from .dense import DensePath
+from .marks import Marks
 
 
 def parameters_of(module: DistributedDataParallel) -> dict[str, nn.Parameter]:
@@ -72,10 +73,13 @@ class DDPWire(Wire):
         self.hooked = False
         self._steps_until_final = 0
         self._closed: BaseException | None = None
-        self._dense = DensePath(world, self._inspect_direct, self._fail)
+        self._dense = DensePath(world, self._inspect_direct, self._fail, self._recorder)
         self._held: list[tuple[tuple[str, ...], Tensor, Future[Any]]] = []
         self._own_steps = 0
         self._matches = True
+        self._marks: Marks | None = None
+        self._hooks_allowed = True
+        """Not in a module that is compiled as a whole: hooks in it would make it compile again."""
 
     def hook(self) -> None:
         """From the next backward on exchange the gradients. There is no way back: DDP keeps its hook for ever."""
@@ -145,8 +149,9 @@ class DDPWire(Wire):
             raise WireClosed(f"this wire is closed: {self.error}") from self.error
         names = self._note(bucket)
         if self.runner is not None and self.direct and not self.runner.members[0].carries:
+            future = self._reduce(bucket, names)
             self.dense_steps += bucket.is_last()
-            return self._reduce(bucket, names)
+            return future
         if self.runner is None:
             if self._dense_enough and not self.direct:
                 return self._hold(bucket, names)
@@ -186,7 +191,7 @@ class DDPWire(Wire):
         """The mean by plain all-reduces: nothing can be faster through a Python hook."""
         if bucket.index() == 0:
             self._begin_direct()
-            self._dense.begin()
+            self._dense.begin(self.steps + 1)
             self._matches = True
         number, partition = self._direct_steps, self._partition
         self._matches &= partition is None or names in partition
@@ -259,6 +264,16 @@ class DDPWire(Wire):
     def _resume(self, meta: Meta) -> None:
         if self.runner is None:
             self._partition = [tuple(names) for names in meta.buckets] or None
+
+    def trace(self, steps: int = 20) -> None:
+        super().trace(steps)
+        module = self._module()
+        if module is not None and self._hooks_allowed:
+            if self._marks is not None:
+                self._marks.close()
+            self._marks = Marks(module, self._recorder)
+
+    trace.__doc__ = Wire.trace.__doc__
 
     def _unused(self, names: Sequence[str]) -> Sequence[str]:
         """Parameters of a bucket that this rank did not use since the last exchange.

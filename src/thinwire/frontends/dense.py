@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from ..engine.pipeline import Timing
+from ..engine.recorder import Done, Recorder
 from ..errors import ExchangeError
 from ..schemes.world import TorchWorld
 
@@ -36,20 +39,61 @@ class Flight:
                 self.future.set_result(value)
 
 
+class Log:
+    """What the all-reduces of one step took; the recorder hears of it when all of them have ended."""
+
+    def __init__(self, number: int, recorder: Recorder) -> None:
+        self._number, self._recorder = number, recorder
+        self._done = Done([], [], 0.0, path="dense")
+        self._open, self._lock = 1, threading.Lock()  # the one is for buckets that are still to come
+
+    def arrive(self, names: Sequence[str]) -> None:
+        self._done.arrivals.append((perf_counter(), names, (len(self._done.arrivals),)))
+
+    def issue(self, tensor: Tensor) -> Timing:
+        self._done.bytes += tensor.nbytes
+        with self._lock:
+            self._open += 1
+        now = perf_counter()
+        return Timing(len(self._done.arrivals) - 1, now, [("all-reduce (average)", now, now)])
+
+    def land(self, timing: Timing) -> None:
+        """An all-reduce has ended. Called before its bucket is handed back, so that no wait of this thread counts."""
+        name, start, _ = timing.phases[0]
+        timing.phases[0] = (name, start, perf_counter())
+        with self._lock:
+            self._done.timings.append(timing)
+            self._done.ended = max(self._done.ended, timing.phases[0][2])
+
+    def close(self) -> None:
+        """One all-reduce less is open, or the last bucket has come."""
+        with self._lock:
+            self._open -= 1
+            last = self._open == 0
+        if last:
+            self._recorder.step(self._number, self._done)
+
+
 class DensePath:
     """The all-reduces of one wire. `inspect` is given each mean, `failed` each error."""
 
     def __init__(
-        self, world: TorchWorld, inspect: Callable[[Tensor, int], None], failed: Callable[[ExchangeError], None]
+        self,
+        world: TorchWorld,
+        inspect: Callable[[Tensor, int], None],
+        failed: Callable[[ExchangeError], None],
+        recorder: Recorder,
     ) -> None:
         self.world, self._inspect, self._failed = world, inspect, failed
+        self._recorder, self._log = recorder, Log(0, recorder)
         self.flying: list[Flight] = []
         self._pieces: dict[str, Tensor] = {}
         self._issued: set[tuple[str, ...]] = set()
         self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, number: int) -> None:
+        """A step begins, which is the job's with this number."""
+        self._log = Log(number, self._recorder)
         self.flying, self._pieces, self._issued = [], {}, set()
 
     def bucket(
@@ -64,8 +108,11 @@ class DensePath:
         buffer = bucket.buffer()
         flight = Flight(buffer)
         self.flying.append(flight)
+        self._log.arrive(names)
         if partition is None or names in partition:
             self._reduce(buffer, [flight], lambda: flight.end(buffer), place, step)
+            if bucket.is_last():
+                self._log.close()
             return flight.future
         flight.missing = set(names)
         pieces = self._pieces
@@ -75,6 +122,8 @@ class DensePath:
             if group not in self._issued and pieces.keys() >= set(group):
                 self._issued.add(group)
                 self._reduce_group(group, [pieces[name] for name in group], place, step)
+        if bucket.is_last():
+            self._log.close()
         return flight.future
 
     def _reduce_group(self, group: tuple[str, ...], pieces: Sequence[Tensor], place: str, step: int) -> None:
@@ -98,6 +147,7 @@ class DensePath:
     ) -> None:
         # Divided before, as DDP does it: the same bits, and while the bucket is still in the cache. AVG divides afterwards.
         tensor.mul_(1.0 / self.world.size)
+        log, timing = self._log, self._log.issue(tensor)
         work = dist.all_reduce(tensor, group=self.world.groups[0], async_op=True)
 
         def arrive(future: Future[list[Tensor]]) -> None:
@@ -110,6 +160,8 @@ class DensePath:
                     flight.end(failure)
                 return
             self._inspect(tensor, step)
+            log.land(timing)
             done()
+            log.close()
 
         work.get_future().add_done_callback(arrive)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import platform
 import pydoc_data
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..engine import journal
+from ..version import __version__
 from .cluster import Cluster
 from .netns import LabError
 
@@ -27,6 +33,7 @@ class Outcome:
     """One training run."""
 
     method: str
+    began: float = field(default_factory=time.time)
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
@@ -41,9 +48,35 @@ class Outcome:
     def last_loss(self) -> float:
         return statistics.fmean(self.losses[-10:])
 
+    def write_journal(self, path: Path, world: int) -> None:
+        """What is known of a run without a wire, as a journal: length and loss of each step."""
+        node, began = platform.node(), self.began
+        with path.open("wb") as file:
+            start = journal.Start(
+                journal.VERSION, began, 0, world, self.method, __version__, metadata.version("torch"), node
+            )
+            file.write(journal.encode(start) + b"\n")
+            ends = itertools.accumulate(self.seconds, initial=began)
+            for step, (seconds, loss, end) in enumerate(
+                zip(self.seconds, self.losses, list(ends)[1:], strict=True), 1
+            ):
+                size = None if self.bytes_per_step is None else int(self.bytes_per_step)
+                for line in (
+                    journal.Step(step, end, seconds, bytes=size, path="ddp"),
+                    journal.Note(step, end, {"loss": loss}),
+                ):
+                    file.write(journal.encode(line) + b"\n")
 
-def train(cluster: Cluster, method: str, steps: int, data: Path | None, on_step: Callable[[Outcome], None]) -> Outcome:
-    """Run one job on the cluster; `on_step` after every step."""
+
+def train(
+    cluster: Cluster,
+    method: str,
+    steps: int,
+    data: Path | None,
+    on_step: Callable[[Outcome], None],
+    log: Path | None = None,
+) -> Outcome:
+    """Run one job on the cluster; `on_step` after every step. Ranks of a job with a wire write journals to `log`."""
     outcome = Outcome(method)
     noise: list[str] = []
 
@@ -61,6 +94,7 @@ def train(cluster: Cluster, method: str, steps: int, data: Path | None, on_step:
             on_step(outcome)
 
     command = [sys.executable, "-m", "thinwire.lab.train", "--method", method, "--steps", str(steps)]
+    command += ["--log", str(log)] if log is not None else []
     result = cluster.run([*command, "--data", str(data or shipped_text())], on_line=read, timeout=600)
     if result.code:
         raise LabError("\n".join([f"the job with {method} ended with code {result.code}:", *noise[-20:]]))

@@ -17,6 +17,9 @@ import thinwire
 
 from .workloads import load
 
+TRACED = 20
+"""Steps in the middle of the run, for the timeline of a report."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -27,6 +30,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=0.5)
+    parser.add_argument("--log", default=None, help="a folder for the journals of thinwire's runs")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -35,8 +39,12 @@ def main() -> None:
     work = load(options.workload, data=options.data)
     ddp = DistributedDataParallel(work.model(), bucket_cap_mb=4)
     wire = None if options.method == "fp32" else thinwire.attach(ddp, options.method)
+    if wire is not None and options.log is not None:
+        wire.log_to(options.log, summary=0, residual_every=5)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=options.lr)
     for step in range(options.steps):
+        if wire is not None and options.log is not None and step == options.steps // 2:
+            wire.trace(min(TRACED, options.steps - step))
         begun = time.perf_counter()
         optimizer.zero_grad()
         loss = work.loss(ddp, work.batch(step, rank))
@@ -45,6 +53,8 @@ def main() -> None:
         mean = loss.detach().clone()
         seconds = time.perf_counter() - begun
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        if wire is not None:
+            wire.note(loss=mean.item())
         if rank == 0:
             print(json.dumps({"step": step, "loss": mean.item(), "seconds": seconds}), flush=True)
     if rank == 0 and wire is not None:

@@ -67,6 +67,7 @@ class Conversation:
             try:
                 request = steps.send(answer)
             except StopIteration:
+                self.entries = self.now.sent(self.entries, self.state)
                 return finite
             if isinstance(request, Gather):
                 size = self.state.outgoing.numel()

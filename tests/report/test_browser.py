@@ -1,0 +1,118 @@
+"""Pages in a real browser: drawn without errors, asking nobody for anything, alive under the mouse, deaf to attacks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.report import browser as chromium
+from tests.report.browser import Browser
+from tests.report.sample import HOSTILE
+from thinwire.report import page
+from thinwire.report.runs import load
+
+PATH = chromium.find()
+pytestmark = pytest.mark.skipif(PATH is None, reason="there is no Chromium here: apt-get install chromium")
+
+INK = """(() => [...document.querySelectorAll("canvas")].map((canvas) => {
+  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data, colours = new Set();
+  for (let at = 0; at < data.length; at += 4)
+    if (data[at + 3] > 128) colours.add(data[at] << 16 | data[at + 1] << 8 | data[at + 2]);
+  return colours.size;
+}))()"""
+"""How many colours each chart has."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert PATH is not None
+    with chromium.browser(PATH) as found:
+        yield found
+
+
+def _quiet(browser: Browser, path: Path) -> None:
+    assert browser.console == []
+    assert browser.requests == [path.as_uri()] or set(browser.requests) <= {path.as_uri(), "data:,"}
+
+
+def _page(tmp_path: Path, *given: Path) -> Path:
+    path = tmp_path / "report.html"
+    page.write(path, [load(one) for one in given])
+    return path
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_run(browser: Browser, real_run: Path, tmp_path: Path, dark: bool) -> None:
+    path = _page(tmp_path, real_run)
+    browser.open(path, dark=dark)
+    _quiet(browser, path)
+    inks = browser.run(INK)
+    assert len(inks) == 6, "timeline, split, bytes, density, residual, loss"
+    assert all(count > 5 for count in inks), inks
+    assert (
+        sum(browser.run("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)")) < 200
+    ) is dark
+    assert len(browser.screenshot()) > 30_000
+    text = browser.run("document.body.innerText")
+    for word in ("topk", "20.0 ms", "made by hand", "What was chosen for each group", "Ranks", "closed"):
+        assert word in text
+
+
+def test_hover(browser: Browser, real_run: Path, tmp_path: Path) -> None:
+    browser.open(_page(tmp_path, real_run), height=3000)
+    shown = "getComputedStyle(document.querySelector('.tip')).display"
+    assert browser.run(shown) == "none"
+    box = "document.querySelector('#gantt .u-over').getBoundingClientRect().toJSON()"
+    frame = browser.run(box)
+    # The first row, at the very right: the training thread waits for the exchange.
+    rows = 2 + len(json.loads(browser.run("document.getElementById('data').textContent"))["runs"][0]["groups"])
+    browser.move(frame["right"] - 3, frame["top"] + frame["height"] / rows / 2)
+    assert browser.run(shown) == "block"
+    tip = browser.run("document.querySelector('.tip').textContent")
+    assert tip.startswith("waiting for the exchange\ntraining\n")
+    assert "takes" in tip
+    browser.move(2, 2)
+    assert browser.run(shown) == "none"
+    # A line chart: its legend shows the values under the cursor.
+    over = "[...document.querySelectorAll('.u-over')][1].getBoundingClientRect().toJSON()"
+    frame = browser.run(over)
+    legend = "[...document.querySelectorAll('.u-legend')].find(one => one.innerText.includes('computing'))"
+    values = f"[...{legend}.querySelectorAll('.u-value')].map(value => value.textContent)"
+    browser.move(frame["left"] + frame["width"] / 2, frame["top"] + 20)
+    assert all(float(value.replace(",", "")) >= 0 for value in browser.run(values))
+    assert browser.console == []
+
+
+def test_attacks_stay_text(browser: Browser, hostile_run: Path, tmp_path: Path) -> None:
+    path = _page(tmp_path, hostile_run)
+    browser.open(path)
+    _quiet(browser, path)
+    assert browser.run("document.title") == "thinwire: hostile"
+    assert browser.run("document.querySelectorAll('img').length") == 0
+    cells = browser.run("[...document.querySelectorAll('td')].map(cell => cell.textContent)")
+    assert HOSTILE in cells
+    assert HOSTILE in browser.run("[...document.querySelectorAll('h3')].map(title => title.textContent)")
+
+
+def test_a_comparison_with_results(browser: Browser, real_run: Path, hostile_run: Path, tmp_path: Path) -> None:
+    results = tmp_path / "steps.json"
+    common = {"workload": "gpt", "nodes": 2, "ranks_per_node": 1, "rate": "100mbit"}
+    rows = [
+        {**common, "method": "fp32", "seconds": 3.6, "ci_low": 3.5, "ci_high": 3.7, "ratio_to_fp32": 1.0},
+        {**common, "method": HOSTILE, "seconds": 0.2, "ci_low": None, "ci_high": None, "ratio_to_fp32": 0.05},
+    ]
+    results.write_text(json.dumps({"command": "bench step", "rows": rows}))
+    path = _page(tmp_path, real_run, hostile_run, results)
+    browser.open(path)
+    _quiet(browser, path)
+    widths = browser.run("[...document.querySelectorAll('.fill')].map(bar => bar.getBoundingClientRect().width)")
+    assert widths[0] / widths[1] == pytest.approx(18, rel=0.02)
+    assert HOSTILE in browser.run("[...document.querySelectorAll('.bar code')].map(name => name.textContent)")
+    browser.run("document.querySelectorAll('details').forEach(part => { part.open = true; })")
+    browser.run("new Promise(done => setTimeout(() => requestAnimationFrame(() => done(true)), 100))")
+    drawn = [count for count in browser.run(INK) if count > 5]
+    assert len(drawn) >= 5 + 6 + 6, "of both together, and of each"
+    assert browser.console == []
