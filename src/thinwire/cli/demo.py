@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..codecs import parse
 from ..lab.cluster import Cluster
-from ..lab.demo import WARM_UP, Outcome, train
+from ..lab.demo import FEWEST_STEPS, Outcome, train
 from ..lab.results import result, write
 from ..report import page
 from ..report.runs import load
@@ -22,10 +22,10 @@ from .console import console, errors, failure, output
 
 def demo(
     codec: Annotated[
-        str, typer.Option(help="How gradients are compressed.")
-    ] = "micro(density=Warmup(0.01, steps=40))",
+        str, typer.Option(help="How gradients are compressed: auto, or a codec such as 'micro(density=0.01)'.")
+    ] = "auto",
     rate: Annotated[str, typer.Option(help="Rate of the link between the two machines.")] = "100mbit",
-    steps: Annotated[int, typer.Option(help="Training steps of each run.", min=WARM_UP + 2)] = 60,
+    steps: Annotated[int, typer.Option(help="Training steps of each run.", min=FEWEST_STEPS)] = 80,
     data: Annotated[
         Path | None, typer.Option(help="A text to learn; default: the texts of Python's own help.")
     ] = None,
@@ -37,7 +37,8 @@ def demo(
     Example: thinwire demo --rate 1gbit --codec 'topk(density=0.01)'
     """
     with errors():
-        parse(codec)
+        if codec != "auto":
+            parse(codec)
         if data is not None and not data.is_file():
             raise failure(f"there is no file {str(data)!r}")
         with Cluster(2, rate=rate) as cluster:
@@ -85,7 +86,7 @@ def _show(outcomes: list[Outcome], cluster: Cluster) -> None:
         title=f"2 workers, {rate}: small GPT (1.9 M parameters), text of Python's help", title_justify="left"
     )
     table.add_column("", overflow="fold", min_width=20)
-    for column in ("step (median)", "sent by a node a step", "loss at the end", "faster"):
+    for column in ("step", "all steps", "sent by a node a step", "loss at the end", "faster"):
         table.add_column(column, justify="right")
     dense = outcomes[0]
     for outcome in outcomes:
@@ -93,11 +94,16 @@ def _show(outcomes: list[Outcome], cluster: Cluster) -> None:
         table.add_row(
             _name(outcome.method),
             f"{1000 * outcome.step_seconds:.0f} ms",
+            f"{sum(outcome.seconds):.0f} s",
             f"{size / 1e6:.2f} MB" if size else "-",
             f"{outcome.last_loss:.3f}",
             f"{dense.step_seconds / outcome.step_seconds:.1f} x",
         )
     output.print(table)
+    output.print("step: the median of the second half; all steps: with the measurements in between")
+    for outcome in outcomes:
+        if outcome.stats.get("explained"):
+            output.print(escape(outcome.stats["explained"]), soft_wrap=True)
 
 
 def _result(outcomes: list[Outcome], cluster: Cluster, steps: int) -> dict[str, object]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 
+from ..frontends.auto import AutoWire
 from .workloads import load
 
 TRACED = 20
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--workload", default="gpt-small")
     parser.add_argument("--data", default=None)
     parser.add_argument(
-        "--method", default="fp32", help="fp32 for plain DDP, or a codec such as 'micro(density=0.01)'"
+        "--method", default="fp32", help="fp32 for plain DDP, auto, or a codec such as 'micro(density=0.01)'"
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=0.5)
@@ -38,7 +39,7 @@ def main() -> None:
     rank = dist.get_rank()
     work = load(options.workload, data=options.data)
     ddp = DistributedDataParallel(work.model(), bucket_cap_mb=4)
-    wire = None if options.method == "fp32" else thinwire.attach(ddp, options.method)
+    wire = None if options.method == "fp32" else thinwire.attach(ddp, options.method, plan_file="")
     if wire is not None and options.log is not None:
         wire.log_to(options.log, summary=0, residual_every=5)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=options.lr)
@@ -59,10 +60,10 @@ def main() -> None:
             print(json.dumps({"step": step, "loss": mean.item(), "seconds": seconds}), flush=True)
     if rank == 0 and wire is not None:
         stats = wire.stats()
-        print(
-            json.dumps({"stats": {key: stats[key] for key in ("steps", "bytes_per_step", "residual_norm")}}),
-            flush=True,
-        )
+        numbers = {key: stats.get(key) for key in ("steps", "bytes_per_step", "residual_norm")}
+        if isinstance(wire, AutoWire):
+            numbers["explained"] = wire.explain()
+        print(json.dumps({"stats": numbers}), flush=True)
     dist.destroy_process_group()
 
 
