@@ -5,8 +5,9 @@ import pytest
 
 from tests.planner import examples
 from thinwire.errors import PlanError, ProfileError
+from thinwire.planner.drift import scaled
 from thinwire.planner.plan import VERSION, Plan, PlanGroup, PlanTensor
-from thinwire.planner.profile import Profile
+from thinwire.planner.profile import Line, Link, Profile
 
 
 def test_a_profile_comes_back(tmp_path):
@@ -118,3 +119,33 @@ def test_a_plan_of_another_job_is_refused_with_the_first_difference(tensors, wor
     plan().check(job(), 2)
     with pytest.raises(PlanError, match=message):
         plan().check(tensors, world)
+
+
+def test_a_link_follows_its_points():
+    link = Link("all_reduce", "flat", 2, Line(slope=1.0), ((100.0, 1.0), (200.0, 3.0), (400.0, 4.0), (1000.0, 7.0)))
+    assert link.seconds(0) == link.seconds(100) == 1.0
+    assert link.seconds(150) == pytest.approx(2.0)
+    assert link.seconds(400) == pytest.approx(4.0)
+    assert link.seconds(700) == pytest.approx(5.5)
+    assert link.seconds(1800) == pytest.approx(7.0 + 800 * 4 / 800)
+    wire, latency = link.parts(700)
+    assert (wire, latency) == (pytest.approx(4.5), 1.0)
+    assert link.parts(50) == (0.0, 1.0)
+    plain = Link("all_reduce", "flat", 2, Line(start=2.0, slope=0.5))
+    assert plain.parts(10) == (5.0, 2.0)
+
+
+def test_points_that_do_not_ascend_are_refused(tmp_path):
+    profile = examples.profile()
+    link = msgspec.structs.replace(profile.links[0], points=((1.0, 1.0), (2.0, 0.5)))
+    with pytest.raises(ProfileError, match="do not ascend at 2 bytes"):
+        msgspec.structs.replace(profile, links=(link, *profile.links[1:])).check()
+
+
+def test_links_that_are_slower_are_slower_by_the_byte():
+    profile = examples.profile()
+    link = msgspec.structs.replace(profile.links[0], points=((64.0, 0.001), (1e6, 0.011)))
+    slow = scaled(msgspec.structs.replace(profile, links=(link, *profile.links[1:])), 10.0)
+    assert slow.links[0].seconds(64) == pytest.approx(0.001)
+    assert slow.links[0].seconds(1e6) == pytest.approx(0.101)
+    assert slow.links[1].line.slope == pytest.approx(10 * profile.links[1].line.slope)

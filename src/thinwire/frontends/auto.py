@@ -327,7 +327,10 @@ class AutoWire(DDPWire):
         assert isinstance(self.world, TorchWorld)
         budget = min(1.0, max(0.2, self._step_time.last))
         (samples,) = measure_links(self.world, [("all_gather", "flat")], budget=budget, largest=1 << 20)
-        return samples.link().line.slope / max(profile.line("all_gather", "flat").slope, 1e-15)
+        now, before = samples.link(), profile.link("all_gather", "flat")
+        small, large = samples.bytes[0], samples.bytes[-1]
+        difference = max(before.seconds(large) - before.seconds(small), 1e-9)
+        return max((now.seconds(large) - now.seconds(small)) / difference, 1e-3)
 
     def _adopt(self) -> None:
         search, self._search, self._planning = self._search, None, False

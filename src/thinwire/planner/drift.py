@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from .profile import Line, Profile
+from .profile import Link, Profile
 
 REFERENCE = 2
 """Observations that make the level from which a number wanders."""
@@ -50,8 +50,12 @@ class Cusum:
 def scaled(profile: Profile, links: float = 1.0, compute: float = 1.0) -> Profile:
     """The profile of a job whose links pass a byte, and whose processors compute, in so many times the seconds."""
 
-    def slower(line: Line) -> Line:
-        return msgspec.structs.replace(line, slope=line.slope * links)
+    def slower(link: Link) -> Link:
+        points = tuple(
+            (size, link.points[0][1] + (seconds - link.points[0][1]) * links) for size, seconds in link.points
+        )
+        line = msgspec.structs.replace(link.line, slope=link.line.slope * links)
+        return msgspec.structs.replace(link, line=line, points=points)
 
     # A byte costs the processor what it cost before, so a collective that takes longer disturbs less at a time.
     share = min(profile.contention.collective / links, 0.95)
@@ -62,5 +66,5 @@ def scaled(profile: Profile, links: float = 1.0, compute: float = 1.0) -> Profil
         backward=profile.backward * compute,
         optimizer=profile.optimizer * compute,
         tensors=tuple(msgspec.structs.replace(t, ready=t.ready * compute) for t in profile.tensors),
-        links=tuple(msgspec.structs.replace(link, line=slower(link.line)) for link in profile.links),
+        links=tuple(slower(link) for link in profile.links),
     )

@@ -115,9 +115,8 @@ class Job:
             cost, rounds = self.options[option], int(self.rounds[option])
             work[index, 0] = cost.encode(count) + self.profile.group_overhead
             for at, round_ in enumerate(cost.rounds[:rounds]):
-                line, size = self.profile.line(round_.collective, round_.scope), round_.bytes(count)
-                wire[index, at] = max(0.0, line.slope * size)
-                latency[index, at] = max(0.0, line(size) - wire[index, at])
+                link = self.profile.link(round_.collective, round_.scope)
+                wire[index, at], latency[index, at] = link.parts(round_.bytes(count))
                 work[index, at + 1] = round_.work(count) if at + 1 < rounds else cost.decode(count)
             if not rounds:
                 work[index, 0] += cost.decode(count)

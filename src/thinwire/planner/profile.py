@@ -5,7 +5,9 @@ Seconds everywhere. Costs are lines, `max(floor, start + slope * x)`, with the e
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -54,12 +56,37 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a collective takes, over the bytes that one rank hands to it."""
+    """How long a collective takes, over the bytes that one rank hands to it.
+
+    line    in short; all that is known where there are no points
+    points  as it was measured, bytes and seconds, both ascending. A byte of a message of middle size costs more than one of a
+            small or a large one, which no single line says
+    """
 
     collective: Collective
     scope: Scope
     ranks: int
     line: Line
+    points: tuple[tuple[float, float], ...] = ()
+
+    def seconds(self, size: float) -> float:
+        """Between points along lines, beyond the last one by the slope of the upper half."""
+        if len(self.points) < 2:
+            return self.line(size)
+        place = bisect.bisect_right(self.points, (size, math.inf))
+        if place == 0:
+            return self.points[0][1]
+        if place == len(self.points):
+            (x0, t0), (x1, t1) = self.points[(place - 1) // 2], self.points[-1]
+        else:
+            (x0, t0), (x1, t1) = self.points[place - 1], self.points[place]
+        return t1 + (size - x1) * (t1 - t0) / (x1 - x0)
+
+    def parts(self, size: float) -> tuple[float, float]:
+        """Seconds on the wire, one collective after the other, and latency, which passes beside the next one."""
+        total = self.seconds(size)
+        wire = total - self.points[0][1] if len(self.points) > 1 else self.line.slope * size
+        return max(0.0, wire), max(0.0, total - max(0.0, wire))
 
 
 class Round(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,10 +182,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """A step without communication."""
         return self.forward + self.backward + self.optimizer
 
-    def line(self, collective: Collective, scope: Scope) -> Line:
+    def link(self, collective: Collective, scope: Scope) -> Link:
         for link in self.links:
             if (link.collective, link.scope) == (collective, scope):
-                return link.line
+                return link
         known = ", ".join(f"{link.collective} {link.scope}" for link in self.links) or "none"
         raise ProfileError(f"the profile has no link {collective} {scope}; it has: {known}")
 
@@ -189,11 +216,15 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             before = tensor.ready
         if before > self.backward * (1 + 1e-9):
             refuse(f"the last tensor is ready at {before:g} s, after the end of backward ({self.backward:g} s)")
+        for link in self.links:
+            for (x0, t0), (x1, t1) in itertools.pairwise(link.points):
+                if x1 <= x0 or t1 < t0:
+                    refuse(f"the points of {link.collective} {link.scope} do not ascend at {x1:g} bytes, {t1:g} s")
         for cost in self.codecs:
             try:
                 parse(cost.codec)
                 for round_ in cost.rounds if self.cluster.world > 1 else ():
-                    self.line(round_.collective, round_.scope)
+                    self.link(round_.collective, round_.scope)
             except CodecTextError as error:
                 refuse(str(error))
             except ProfileError as error:

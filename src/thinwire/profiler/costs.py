@@ -270,11 +270,11 @@ def _info(tensors: Sequence[profile.Tensor]) -> GroupInfo:
 def expected_seconds(codec: Codec, group: GroupInfo, world: int, links: Sequence[Link]) -> float:
     """A rough time of one exchange, before it is measured: bytes over the links, and a memory pass or two."""
     estimate = codec.at(0).estimate(group, world)
-    lines = {link.collective: link.line for link in links if link.scope == "flat"}
+    known = {link.collective: link for link in links if link.scope == "flat"}
     seconds = 3e-9 * group.elements * max(1.0, estimate.passes)
     for collective, size in (("all_gather", estimate.gathered), ("all_reduce", estimate.summed)):
-        if size and collective in lines:
-            seconds += lines[collective](size)
+        if size and collective in known:
+            seconds += known[collective].seconds(size)
     return seconds
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,7 +53,10 @@ class Samples:
     seconds: list[float]
 
     def link(self) -> Link:
-        return Link(self.collective, self.scope, self.ranks, fit(self.bytes, self.seconds))
+        # What takes longer than something larger was disturbed.
+        least = np.minimum.accumulate(np.array(self.seconds)[::-1])[::-1]
+        points = tuple((float(size), float(seconds)) for size, seconds in zip(self.bytes, least, strict=True))
+        return Link(self.collective, self.scope, self.ranks, fit(self.bytes, self.seconds), points)
 
 
 def measure(
@@ -86,9 +90,12 @@ def _measure_one(
         seconds, spent = agreed(world, statistics.median(times)), agreed(world, time.perf_counter() - begun)
         samples.bytes.append(size)
         samples.seconds.append(seconds)
-        # What is left must do for all larger sizes, and each takes `ratio` times as long once the rate rules.
+        # What is left must do for all larger sizes, and each takes `ratio` times as long once the rate rules. The larger ones
+        # say most about that rate: once is better than not at all.
         repetitions = REPETITIONS if spent < budget * (step + 1) / SIZES and seconds < budget / 40 else 2
-        if step >= 2 and spent + repetitions * ratio * seconds > budget:
+        if spent + repetitions * ratio * seconds > budget:
+            repetitions = 1
+        if step >= 2 and ratio * seconds > budget:
             break
     return samples
 
