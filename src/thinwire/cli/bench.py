@@ -1,4 +1,4 @@
-"""`thinwire bench`: kernels against their limits, steps against every peer, predictions against measured steps."""
+"""`thinwire bench`: kernels against their limits, steps against every peer, predictions, accuracy on real data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from ..lab.methods import updates_of
 from ..lab.netns import format_rate
 from ..lab.results import result, write
 from .console import console, errors, failure, output
+from .converge import converge
 
 app = typer.Typer(
     name="bench",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure thinwire here: kernels against their limits, steps against every peer, predictions against steps.",
+    help="Measure thinwire here: kernels against their limits, steps against every peer, predictions, accuracy on data.",
 )
+
+app.command()(converge)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
 

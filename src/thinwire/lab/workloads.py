@@ -144,17 +144,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small GPT over bytes. Tokens (batch, context) to logits (batch, context, 256)."""
+    """A small GPT over bytes. Tokens (batch, context) to logits (batch, context, vocabulary)."""
 
     context = 64
 
-    def __init__(self, layers: int = 6, width: int = 384, heads: int = 6) -> None:
+    def __init__(self, layers: int = 6, width: int = 384, heads: int = 6, vocabulary: int = 256) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(256, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(self.context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)

@@ -1,0 +1,329 @@
+"""One method in the training loop of a task, on ranks in memory or on real ones: what `bench converge` compares.
+
+Gradients of all ranks of this process are computed one after the other, with the same weights; then they are exchanged by
+the engine that real jobs use. Local updates have a model for each rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..engine.exchange import GROUP_BYTES, Exchange
+from ..engine.layout import kinds_of
+from ..engine.wire import Wire
+from ..errors import ThinwireError
+from ..frontends.updates import LocalUpdates
+from ..schemes.chain import choose
+from ..schemes.world import LocalWorld
+from .methods import EXAMPLE, Updates, updates_of
+from .netns import LabError
+from .tasks import Task
+
+REFERENCE = "dense"
+ALIASES = {
+    "fp32": "dense",
+    "fp16": "cast(dtype='fp16')",
+    "bf16": "cast(dtype='bf16')",
+    "powersgd1": "lowrank(rank=1)",
+    "powersgd2": "lowrank(rank=2)",
+    "powersgd4": "lowrank(rank=4)",
+}
+"""What others call them."""
+
+World = LocalWorld | dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A codec, or local updates, and a learning rate of its own if it needs one."""
+
+    text: str
+    name: str
+    codec: str
+    updates: Updates | None = None
+    lr: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Method:
+        """`"micro(density=0.01)"`, `"updates(randomblock(ratio=64), 0)@lr=0.01"`."""
+        name, _, own = text.rpartition("@lr=")
+        lr: float | None = None
+        if name:
+            try:
+                lr = float(own)
+            except ValueError:
+                lr = math.nan
+            if not (lr > 0.0 and math.isfinite(lr)):
+                raise LabError(f"{text!r}: what follows @lr= is a learning rate, as in 'micro@lr=0.05'")
+        name = (name or text).strip()
+        updates = updates_of(name)
+        codec = updates.codec if updates is not None else ALIASES.get(name, name)
+        try:
+            choose(codec)
+        except ThinwireError as error:
+            names = ", ".join(ALIASES)
+            raise LabError(f"{error}; or one of {names}, or {EXAMPLE}") from None
+        return Method(text.strip(), name, codec, updates, lr)
+
+    @property
+    def momentum(self) -> float:
+        """Momentum that the codec applies itself, so that the optimizer must not."""
+        return float(getattr(choose(self.codec)[0], "momentum", 0.0))
+
+    def full(self) -> str:
+        """With all its parameters, those left at their defaults included."""
+        chosen, chain = choose(self.codec)
+        extra = f", {self.updates.feedback!r}, period={self.updates.period}" if self.updates else ""
+        return f"{chosen!r}{' via ' + chain if chain else ''}{extra}{f' @lr={self.lr:g}' if self.lr else ''}"
+
+
+@dataclass(frozen=True)
+class Exceptions:
+    """Which tensors travel whole."""
+
+    exclude: tuple[str, ...] = ()
+    min_elements: int = 1024
+    by_layer: bool = False
+    """Every tensor is a group of its own, so that bytes can be told by layer."""
+
+
+class Contestant:
+    """A method on a task: `step`, `evaluate`, `state` and `load`."""
+
+    def __init__(
+        self, task: Task, method: Method, seed: int, workers: int, world: World, exceptions: Exceptions
+    ) -> None:
+        self.task, self.method, self.seed, self.workers = task, method, seed, workers
+        self.ranks: Sequence[int] = range(workers) if isinstance(world, LocalWorld) else [dist.get_rank()]
+        self.done = 0
+        self.support: float | None = None
+        """Share of the compressed elements that were not zero in the last mean."""
+
+    @property
+    def wire(self) -> Wire:
+        raise NotImplementedError
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def step(self) -> float:
+        """One step of all ranks of this process; the mean of their losses."""
+        recipe = self.task.recipe
+        factor = self.method.lr / recipe.lr if self.method.lr else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = factor * recipe.rate_at(self.done)
+        loss = self._step()
+        self.done += 1
+        return loss
+
+    def _step(self) -> float:
+        raise NotImplementedError
+
+    def evaluate(self) -> dict[str, float]:
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on."""
+        raise NotImplementedError
+
+    def load(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def numbers(self) -> dict[str, float]:
+        """Bytes so far that this rank handed to collectives, and what they put on its link; the norm of what it holds back."""
+        runner = self.wire.runner
+        assert runner is not None
+        groups = runner.statistics.groups
+        return {
+            "bytes": float(runner.statistics.bytes),
+            "traffic": sum(size for group in groups for size in group.traffic.values()),
+            "residual_norm": runner.members[0].residuals.norm(),
+        }
+
+    def bytes_by_group(self) -> dict[str, float]:
+        """Bytes so far, by the names of the tensors of a group."""
+        runner = self.wire.runner
+        assert runner is not None
+        pairs = zip(runner.layout.groups, runner.statistics.groups, strict=True)
+        return {",".join(slot.name for slot in group.slots): float(seen.bytes) for group, seen in pairs}
+
+    def _clip(self, gradient: Tensor) -> None:
+        """Before feedback: what is added to a residual is no larger than the recipe allows."""
+        if self.task.recipe.clip is not None:
+            norm = float(gradient.norm())
+            if norm > self.task.recipe.clip:
+                gradient.mul_(self.task.recipe.clip / norm)
+
+    def close(self) -> None:
+        self.wire.close()
+
+
+class Gradients(Contestant):
+    """Gradients through a codec, then one optimizer step: all ranks have the same weights, so one model does for all."""
+
+    def __init__(
+        self, task: Task, method: Method, seed: int, workers: int, world: World, exceptions: Exceptions
+    ) -> None:
+        super().__init__(task, method, seed, workers, world, exceptions)
+        self.model = task.model(seed)
+        momentum = 0.0 if method.momentum else None
+        self._optimizer = task.recipe.make(self.model.parameters(), momentum)
+        self.named = dict(self.model.named_parameters())
+        self.exchange = Exchange(
+            self.named,
+            method.codec,
+            world,
+            exclude=exceptions.exclude,
+            min_elements=exceptions.min_elements,
+            group_bytes=1 if exceptions.by_layer else GROUP_BYTES,
+        )
+        self._flat = [torch.zeros(sum(p.numel() for p in self.named.values())) for _ in self.ranks]
+        self._gradients = [self._views(flat) for flat in self._flat]
+        assert self.exchange.runner is not None
+        layout = self.exchange.runner.layout
+        self._coded = [
+            slot.name
+            for group in layout.groups
+            for slot in group.slots
+            if slot.role == "coded" and not group.direct
+        ]
+
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
+        pieces = flat.split([parameter.numel() for parameter in self.named.values()])
+        return {name: piece.view_as(p) for (name, p), piece in zip(self.named.items(), pieces, strict=True)}
+
+    @property
+    def wire(self) -> Wire:
+        return self.exchange
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def _step(self) -> float:
+        total = 0.0
+        for rank, flat, gradients in zip(self.ranks, self._flat, self._gradients, strict=True):
+            flat.zero_()
+            for name, parameter in self.named.items():
+                parameter.grad = gradients[name]
+            loss = self.task.loss(self.model, self.task.batch(self.seed, self.done, rank, self.workers))
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+            self._clip(flat)
+        self.exchange.reduce_(self._gradients if isinstance(self.exchange.world, LocalWorld) else self._gradients[0])
+        for name, parameter in self.named.items():
+            parameter.grad = self._gradients[0][name]
+        self._optimizer.step()
+        return total / len(self.ranks)
+
+    def look(self) -> None:
+        """Count what the last mean touched."""
+        counts = [(self._gradients[0][name] != 0).sum().item() for name in self._coded]
+        elements = sum(self.named[name].numel() for name in self._coded)
+        self.support = sum(counts) / elements if elements else None
+
+    def evaluate(self) -> dict[str, float]:
+        loss, value = self.task.evaluate(self.model)
+        return {"test_loss": loss, "value": value}
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "exchange": self.exchange.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.exchange.load_state_dict(state["exchange"])
+
+
+class Own(Contestant):
+    """Local updates: every rank steps with its own gradient, and what travels is the update."""
+
+    def __init__(
+        self, task: Task, method: Method, seed: int, workers: int, world: World, exceptions: Exceptions
+    ) -> None:
+        super().__init__(task, method, seed, workers, world, exceptions)
+        assert method.updates is not None
+        self.models = [task.model(seed) for _ in self.ranks]
+        inner = [task.recipe.make(model.parameters()) for model in self.models]
+        local = isinstance(world, LocalWorld)
+        self.updates = LocalUpdates(
+            inner if local else inner[0],
+            self.models if local else self.models[0],
+            method.codec,
+            feedback=method.updates.feedback,
+            period=method.updates.period,
+            process_group=world,
+            exclude=exceptions.exclude,
+            min_elements=exceptions.min_elements,
+        )
+
+    @property
+    def wire(self) -> Wire:
+        return self.updates.exchange
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.updates
+
+    def _step(self) -> float:
+        total = 0.0
+        self.updates.zero_grad()
+        for rank, model in zip(self.ranks, self.models, strict=True):
+            loss = self.task.loss(model, self.task.batch(self.seed, self.done, rank, self.workers))
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+            if self.task.recipe.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), self.task.recipe.clip)
+        self.updates.step()
+        return total / len(self.ranks)
+
+    def evaluate(self) -> dict[str, float]:
+        """`value` is that of the settled model (DEF), `value_shared` that of the shared one (DEF-A)."""
+        found = {}
+        for where, end in (("settled", ""), ("shared", "_shared")):
+            with self.updates.at(where):  # type: ignore[arg-type]
+                found[f"test_loss{end}"], found[f"value{end}"] = self.task.evaluate(self.models[0])
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return {"updates": self.updates.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.updates.load_state_dict(state["updates"])
+
+    def close(self) -> None:
+        self.updates.close()
+
+
+def make(
+    task: Task, method: Method, seed: int, workers: int, world: World = None, exceptions: Exceptions = Exceptions()
+) -> Contestant:
+    kind = Gradients if method.updates is None else Own
+    return kind(task, method, seed, workers, world, exceptions)
+
+
+def rates_by_kind(contestant: Contestant, bytes_by_group: dict[str, float], steps: int) -> dict[str, float]:
+    """How many times smaller than fp32 what was sent is, by kind of layer; only where every tensor is a group."""
+    if not isinstance(contestant, Gradients):
+        return {}
+    kinds = kinds_of(contestant.model)
+    sizes = {name: 4.0 * parameter.numel() * steps for name, parameter in contestant.named.items()}
+    whole: dict[str, float] = {}
+    sent: dict[str, float] = {}
+    for name, size in bytes_by_group.items():
+        if name in kinds and name in contestant._coded:
+            whole[kinds[name]] = whole.get(kinds[name], 0.0) + sizes[name]
+            sent[kinds[name]] = sent.get(kinds[name], 0.0) + size
+    return {kind: whole[kind] / sent[kind] for kind in whole if sent[kind]}
