@@ -58,7 +58,9 @@ def conserved(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 # -- other numbers of ranks --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", [*RESIDUAL, "dgc(momentum=0.9)", "micro(balance=True)", *CHAINS, "strided"])
+@pytest.mark.parametrize(
+    "codec", [*RESIDUAL, "dgc(momentum=0.9)", "micro(momentum=0.9)", "laplace(momentum=0.9)", *CHAINS, "strided"]
+)
 def test_the_mean_is_conserved(codec: str) -> None:
     exchange = _world(codec, 4, steps=4)
     before, expected = exchange.state_dict(), pending(exchange)

@@ -34,7 +34,9 @@ def converge(
     ] = "dense,micro(density=0.01),laplace(density=0.01),adacomp",
     workers: Annotated[str, typer.Option(help="Workers; several numbers give all runs with each.")] = "4",
     seeds: Annotated[int, typer.Option(help="Runs of every method.", min=1)] = 3,
-    results: Annotated[Path, typer.Option(help="Where runs are kept: complete ones are not repeated.")] = Path("results"),
+    results: Annotated[Path, typer.Option(help="Where runs are kept: complete ones are not repeated.")] = Path(
+        "results"
+    ),
     epochs: Annotated[float | None, typer.Option(help="Times over the training data.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps, instead of epochs.", min=1)] = None,
     batch_size: Annotated[int | None, typer.Option(help="Of all workers together.", min=1)] = None,
@@ -55,7 +57,9 @@ def converge(
     target: Annotated[float | None, typer.Option(help="With --rate: the value to reach, as 0.97.")] = None,
     nodes: Annotated[int, typer.Option(help="With --rate: emulated machines.", min=1)] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw loss over steps, bytes and time to this .svg or .png.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw loss over steps, bytes and time to this .svg or .png.")
+    ] = None,
 ) -> None:
     """Train the same model on the same data with every method, and compare with dense.
 
@@ -82,7 +86,7 @@ def converge(
         if rate is not None:
             if target is None:
                 raise failure("--rate asks for the time to a --target, as in --target 0.97")
-            _timed(*common, rate, target, nodes, results, json_file)
+            _timed(*common, rate, target, nodes, json_file)
             return
         if target is not None:
             raise failure("--target belongs to --rate, as in --rate 100mbit --target 0.97")
@@ -145,7 +149,6 @@ def _timed(
     rate: str,
     target: float,
     nodes: int,
-    results: Path,
     json_file: Path | None,
 ) -> None:
     from ..lab import converge_time
@@ -160,13 +163,24 @@ def _timed(
             lambda: progress.advance(task),
         )
     table = Table(title=f"{workload}, {nodes} nodes, {rate}: time to {target:g}", title_justify="left")
-    for column in ("method", "seed", "seconds", "fp32 / it", "steps", "ms a step", "MB a step", "value"):
+    for column in (
+        "method",
+        "seed",
+        "seconds",
+        "of it set-up",
+        "fp32 / it",
+        "steps",
+        "ms a step",
+        "MB a step",
+        "value",
+    ):
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["method"],
             str(row["seed"]),
             _number(row["seconds_to_target"], "{:.1f}") or "not reached",
+            f"{row['setup_seconds']:.1f}",
             _number(row["speedup_over_fp32"], "{:.2f}"),
             str(row["steps"]),
             f"{1000 * row['seconds'] / row['steps']:.1f}",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import messages
-from ..messages import Flag, read_header
 from . import draws
-from .base import CodecState, Estimate, GroupInfo, Message
+from .base import Estimate, GroupInfo
 from .sparse import SparseCodec, SparseState
 
 TOO_MANY, TOO_FEW = 1.3, 0.8
@@ -26,15 +22,8 @@ Floats = NDArray[np.float32]
 
 @dataclass
 class DGCState(SparseState):
-    """`velocity` is the momentum after the last step that counts, `coming` waits for `commit`; both empty without it."""
-
-    velocity: Tensor = field(default_factory=lambda: torch.empty(0))
-    coming: Tensor = field(default_factory=lambda: torch.empty(0))
     rounds: int = 0
     """How often the threshold was lowered in the last step."""
-
-    saved: ClassVar[tuple[str, ...]] = ("velocity",)
-    elementwise: ClassVar[tuple[str, ...]] = ("velocity",)
 
 
 @dataclass(frozen=True)
@@ -45,9 +34,7 @@ class DGC(SparseCodec):
     gives the threshold. More than 1.3 k above it: the exact top-k of those. Fewer than 0.8 k: the threshold times 0.8,
     at most ten times, each time a pass.
 
-    momentum    above 0, velocity = momentum * velocity + gradient is what accumulates (momentum correction), and it is
-                cleared where it was sent (factor masking). The optimizer's own momentum must then be 0. Sent and
-                residual together then add up to the residual before and the new *velocity*, instead of the gradient.
+    `momentum` (see `SparseCodec`) makes it all of DGC but the clipping, which is the training loop's.
 
     Bytes: as TopK.  Memory passes: the one that accumulates and selects, the cache lines of the sample and of what is
     taken; one read pass for each round of a threshold that was too high; with momentum one more pass.
@@ -55,27 +42,13 @@ class DGC(SparseCodec):
     """
 
     sample: float = 0.01
-    momentum: float = 0.0
+
+    State: ClassVar[type[SparseState]] = DGCState
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 < self.sample <= 1.0:
             raise ValueError(f"sample must be above 0 and at most 1, not {self.sample!r}")
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum must be at least 0 and below 1, not {self.momentum!r}")
-
-    def start(self, group: GroupInfo, rank: int, world: int) -> DGCState:
-        size = group.elements if self.momentum else 0
-        return DGCState(group, rank, world, velocity=torch.zeros(size), coming=torch.zeros(size))
-
-    def encode(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Message:
-        assert isinstance(state, DGCState)
-        if not self.momentum:
-            return super().encode(gradient, residual, state)
-        torch.add(gradient, state.velocity, alpha=self.momentum, out=state.coming)
-        message = super().encode(state.coming, residual, state)
-        self._mask(state)
-        return message
 
     def pick(
         self, gradient: Tensor, residual: Tensor, state: SparseState
@@ -127,21 +100,6 @@ class DGC(SparseCodec):
         smallest = np.partition(sample, sample.size - k)[sample.size - k]
         # Kernels select what is above a threshold; the sample's own smallest shall be among it.
         return float(np.nextafter(smallest, np.float32(0.0)))
-
-    def _mask(self, state: DGCState) -> None:
-        """Forget the velocity of what was sent: it would carry a stale direction (factor masking)."""
-        message = state.outgoing.numpy()
-        header = read_header(message)
-        indices = state.indices
-        if header.flags & Flag.CUT:  # what did not fit keeps its velocity
-            indices = np.empty(header.entries, np.int32)
-            messages.unpack(message, state.group.elements, indices, np.empty(header.entries, np.float32))
-        state.coming.numpy()[indices[: header.entries]] = 0.0
-
-    def commit(self, states: Sequence[CodecState]) -> None:
-        for state in states:
-            assert isinstance(state, DGCState)
-            state.velocity, state.coming = state.coming, state.velocity
 
     def estimate(self, group: GroupInfo, world: int) -> Estimate:
         return Estimate(gathered=super().estimate(group, world).gathered, passes=4.0 if self.momentum else 2.5)

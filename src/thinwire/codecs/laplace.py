@@ -20,13 +20,13 @@ def _cold() -> NDArray[np.float64]:
 
 @dataclass
 class LaplaceState(SparseState):
-    """What the search remembers of the last step that counts: a `laplace_search.Warm`; `coming` waits for `commit`."""
+    """What the search remembers of the last step that counts: a `laplace_search.Warm`; `next_warm` waits for `commit`."""
 
     warm: NDArray[np.float64] = field(default_factory=_cold)
-    coming: NDArray[np.float64] = field(default_factory=_cold)
+    next_warm: NDArray[np.float64] = field(default_factory=_cold)
     passes: int = 0
 
-    saved: ClassVar[tuple[str, ...]] = ("warm",)
+    saved: ClassVar[tuple[str, ...]] = ("warm", *SparseState.saved)
 
     def check(self) -> None:
         threshold, tail, k = self.warm[:3]
@@ -49,13 +49,12 @@ class LaplaceTopK(SparseCodec):
     tolerance: float = 0.2
     exact: bool = False
 
+    State: ClassVar[type[SparseState]] = LaplaceState
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 < self.tolerance < 1.0:
             raise ValueError(f"tolerance must be between 0 and 1, not {self.tolerance!r}")
-
-    def start(self, group: GroupInfo, rank: int, world: int) -> LaplaceState:
-        return LaplaceState(group, rank, world)
 
     def pick(
         self, gradient: Tensor, residual: Tensor, state: SparseState
@@ -79,14 +78,15 @@ class LaplaceTopK(SparseCodec):
             self.exact,
             int(VALUE_CODINGS[self.values]),
         )
-        state.coming[:] = picked.warm
+        state.next_warm[:] = picked.warm
         state.passes, state.rounded = picked.passes, picked.rounded
         return picked.finite, state.indices[: picked.taken], state.values[: picked.taken]
 
     def commit(self, states: Sequence[CodecState]) -> None:
+        super().commit(states)
         for state in states:
             assert isinstance(state, LaplaceState)
-            state.warm[:] = state.coming
+            state.warm[:] = state.next_warm
 
     def estimate(self, group: GroupInfo, world: int) -> Estimate:
         return Estimate(gathered=super().estimate(group, world).gathered, passes=3.0 if self.exact else 2.5)

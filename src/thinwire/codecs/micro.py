@@ -17,7 +17,7 @@ from ..errors import MessageCount
 from ..messages import HEADER_BYTES, Flag, ValueCoding, read_header
 from .base import Codec, CodecState, Estimate, Gather, GroupInfo, Message, Steps, Sum
 from .schedule import Warmup, check_density
-from .sparse import VALUE_CODINGS
+from .sparse import VALUE_CODINGS, check_momentum
 
 CONTROLLERS = ("proportional", "fixed", "paper_code")
 BLOCKS = 1024
@@ -52,9 +52,14 @@ class MicroState(CodecState):
     wanted: float = 0.0
     """Elements that all ranks together would have sent, cut ones included."""
     imbalance: float = 1.0
+    velocity: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The momentum after the last step that counts; empty without it."""
+    coming: Tensor = field(default_factory=lambda: torch.empty(0))
+    """That after this step, which waits for `commit`."""
 
-    saved: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "borders", "weights", "usual", "steps")
-    agreed: ClassVar[tuple[str, ...]] = saved
+    agreed: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "borders", "weights", "usual", "steps")
+    saved: ClassVar[tuple[str, ...]] = (*agreed, "velocity")
+    elementwise: ClassVar[tuple[str, ...]] = ("velocity",)
     common: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "weights", "usual", "steps")
 
     def check(self) -> None:
@@ -85,6 +90,7 @@ class MiCRO(Codec):
     balance     move the borders of the partitions so that all ranks select alike (the aim of ExDyna), and let no rank send
                 more than 1.12 times the usual share: the gathered messages are padded to the longest
     values      how values are summed: bf16 or fp16, whose rounding stays in the residual, or fp32, as the paper
+    momentum    above 0: momentum correction and factor masking, see `SparseCodec`; the optimizer's own must be 0
 
     Bytes: an index takes log2(1/density) + 1.5 bits, gathered, a value 2 bytes, all-reduced.  Memory passes: accumulate
     with selection in 1/n of it, the cache lines of what is taken, and one write pass for the result.
@@ -96,6 +102,7 @@ class MiCRO(Codec):
     threshold: str = "global"
     balance: bool = True
     values: str = "bf16"
+    momentum: float = 0.0
 
     rounds: ClassVar[int] = 2
     rides: ClassVar[bool] = True
@@ -103,6 +110,7 @@ class MiCRO(Codec):
 
     def __post_init__(self) -> None:
         check_density(self.density)
+        check_momentum(self.momentum)
         for name, value, allowed in (
             ("controller", self.controller, CONTROLLERS),
             ("start_from", self.start_from, ("quantile", "formula")),
@@ -127,6 +135,8 @@ class MiCRO(Codec):
             weights=np.zeros(BLOCKS),
             ends=np.array(ends if self.threshold == "layer" else [group.elements], np.int64),
             histogram=torch.zeros(count * BINS),
+            velocity=torch.zeros(group.elements if self.momentum else 0),
+            coming=torch.zeros(group.elements if self.momentum else 0),
         )
 
     def sent(self, entries: int, state: CodecState) -> int:
@@ -174,8 +184,11 @@ class MiCRO(Codec):
         room = min(end - begin, 8 * self._target(state.group.elements) // world + 4096)
         if state.chosen.size < room:
             state.chosen = np.empty(room, np.int32)
+        new = gradient
+        if self.momentum:
+            new = torch.add(gradient, state.velocity, alpha=self.momentum, out=state.coming)
         finite, wanted, written = sliced.accumulate_select_segments(
-            flat, gradient.numpy(), begin, end, state.ends, self._thresholds(state), state.chosen[:room]
+            flat, new.numpy(), begin, end, state.ends, self._thresholds(state), state.chosen[:room]
         )
         kept = self._limit(state, written) if self.balance else written
         packed = messages.pack(
@@ -193,6 +206,8 @@ class MiCRO(Codec):
         self._read(answers, state)
         support, values = state.support[: state.count], state.taken[: state.count]
         total = self._sum_buffer(state)
+        if self.momentum:
+            state.coming.numpy()[support] = 0.0
         if self.values == "fp32":
             basic.take(flat, support, values)
             total[: state.count] = torch.from_numpy(values)
@@ -293,6 +308,8 @@ class MiCRO(Codec):
             if self.balance and state.steps:
                 self._rebalance(state)
             state.steps += 1
+            # The first step sent everything, so nothing of its velocity is left.
+            state.velocity, state.coming = state.coming, state.velocity
 
     @property
     def _share(self) -> float:

@@ -32,7 +32,7 @@ class SIDCoState(SparseState):
     selected: int = 0
     """In this step; counted in `achieved` when it counts."""
 
-    saved: ClassVar[tuple[str, ...]] = ("stages", "upward", "steps", "achieved")
+    saved: ClassVar[tuple[str, ...]] = ("stages", "upward", "steps", "achieved", *SparseState.saved)
 
     def check(self) -> None:
         if not (1 <= self.stages <= MOST_STAGES and 0 <= self.steps < PERIOD and self.achieved >= 0):
@@ -58,13 +58,12 @@ class SIDCo(SparseCodec):
 
     stages_max: int | None = None
 
+    State: ClassVar[type[SparseState]] = SIDCoState
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stages_max is not None and self.stages_max < 1:
             raise ValueError(f"stages_max must be at least 1, not {self.stages_max!r}")
-
-    def start(self, group: GroupInfo, rank: int, world: int) -> SIDCoState:
-        return SIDCoState(group, rank, world)
 
     def pick(
         self, gradient: Tensor, residual: Tensor, state: SparseState
@@ -116,6 +115,7 @@ class SIDCo(SparseCodec):
         return most if self.stages_max is None else min(most, self.stages_max)
 
     def commit(self, states: Sequence[CodecState]) -> None:
+        super().commit(states)
         for state in states:
             assert isinstance(state, SIDCoState)
             state.steps += 1

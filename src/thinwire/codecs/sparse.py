@@ -27,6 +27,20 @@ def cut_runs(packed: messages.Packed, entries: int) -> list[tuple[int, int]]:
     return [(start, entries), (0, stop)]
 
 
+def check_momentum(momentum: float) -> None:
+    """Refuse what would not decay."""
+    if not (isinstance(momentum, int | float) and 0.0 <= momentum < 1.0):
+        raise ValueError(f"momentum must be at least 0 and below 1, not {momentum!r}")
+
+
+def _mask(velocity: NDArray[np.float32], indices: NDArray[np.int32], cut: list[tuple[int, int]]) -> None:
+    """Forget the velocity of what was sent: it would carry a stale direction. What did not fit keeps its own."""
+    kept = [velocity[indices[start:stop]] for start, stop in cut]
+    velocity[indices] = 0.0
+    for (start, stop), values in zip(cut, kept, strict=True):
+        velocity[indices[start:stop]] = values
+
+
 @dataclass
 class SparseState(CodecState):
     """Scratch of a sparsifier: room for the entries of one message."""
@@ -36,6 +50,13 @@ class SparseState(CodecState):
     sent: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     rounded: bool = False
     """Whether `pick` gave values as their coding sends them, and left the rounding in the residual."""
+    velocity: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The momentum after the last step that counts; empty without it."""
+    coming: Tensor = field(default_factory=lambda: torch.empty(0))
+    """That after this step, which waits for `commit`."""
+
+    saved: ClassVar[tuple[str, ...]] = ("velocity",)
+    elementwise: ClassVar[tuple[str, ...]] = ("velocity",)
 
     def room(self, entries: int) -> None:
         """Let `indices` and `values` hold that many entries; grows rarely, and never shrinks."""
@@ -51,20 +72,29 @@ class SparseState(CodecState):
 
 @dataclass(frozen=True)
 class SparseCodec(GatheredCodec):
-    """A codec that sends chosen elements: subclasses write `pick`."""
+    """A codec that sends chosen elements: subclasses write `pick`, and `State` if they remember more.
+
+    momentum    above 0, velocity = momentum * velocity + gradient is what accumulates (momentum correction), and it is
+                cleared where it was sent (factor masking), both as in DGC. The optimizer's own momentum must then be 0.
+                Sent and residual together then add up to the residual before and the new *velocity*, instead of the gradient.
+    """
 
     density: float | Warmup = 0.01
     values: str = "fp32"
+    momentum: float = field(default=0.0, kw_only=True)
 
     adjustable: ClassVar[tuple[str, ...]] = ("density",)
+    State: ClassVar[type[SparseState]] = SparseState
 
     def __post_init__(self) -> None:
         check_density(self.density)
         if self.values not in VALUE_CODINGS:
             raise ValueError(f"values must be one of {', '.join(VALUE_CODINGS)}, not {self.values!r}")
+        check_momentum(self.momentum)
 
     def start(self, group: GroupInfo, rank: int, world: int) -> SparseState:
-        return SparseState(group, rank, world)
+        size = group.elements if self.momentum else 0
+        return self.State(group, rank, world, velocity=torch.zeros(size), coming=torch.zeros(size))
 
     def pick(
         self, gradient: Tensor, residual: Tensor, state: SparseState
@@ -92,6 +122,8 @@ class SparseCodec(GatheredCodec):
         assert isinstance(state, SparseState)
         coding = VALUE_CODINGS[self.values]
         state.rounded = False
+        if self.momentum:
+            gradient = torch.add(gradient, state.velocity, alpha=self.momentum, out=state.coming)
         finite, indices, values = self.pick(gradient, residual, state)
         flat = residual.numpy()
         packed = messages.pack(
@@ -103,9 +135,17 @@ class SparseCodec(GatheredCodec):
             np.subtract(values, sent, out=sent)
             basic.put_back(flat, indices, sent)
             np.subtract(values, sent, out=values)  # what the others see; the cut part of it goes back below
-        for start, stop in cut_runs(packed, indices.size):
+        cut = cut_runs(packed, indices.size)
+        for start, stop in cut:
             basic.put_back(flat, indices[start:stop], values[start:stop])
+        if self.momentum:
+            _mask(state.coming.numpy(), indices, cut)
         return Message(packed.size)
+
+    def commit(self, states: Sequence[CodecState]) -> None:
+        for state in states:
+            assert isinstance(state, SparseState)
+            state.velocity, state.coming = state.coming, state.velocity
 
     def decode(self, messages_: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
         flat = out.numpy()

@@ -32,7 +32,6 @@ ALIASES = {
     "fp16": "cast(dtype='fp16')",
     "bf16": "cast(dtype='bf16')",
     "powersgd1": "lowrank(rank=1)",
-    "powersgd2": "lowrank(rank=2)",
     "powersgd4": "lowrank(rank=4)",
 }
 """What others call them."""
@@ -190,10 +189,7 @@ class Gradients(Contestant):
         assert self.exchange.runner is not None
         layout = self.exchange.runner.layout
         self._coded = [
-            slot.name
-            for group in layout.groups
-            for slot in group.slots
-            if slot.role == "coded" and not group.direct
+            slot.name for group in layout.groups for slot in group.slots if slot.role == "coded" and not group.direct
         ]
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -296,6 +292,15 @@ class Own(Contestant):
             with self.updates.at(where):  # type: ignore[arg-type]
                 found[f"test_loss{end}"], found[f"value{end}"] = self.task.evaluate(self.models[0])
         return found
+
+    def numbers(self) -> dict[str, float]:
+        stats = self.updates.stats()
+        handed = stats["bytes_per_step"] * stats["steps"]
+        return {
+            "bytes": handed,
+            "traffic": 2.0 * (self.workers - 1) / self.workers * handed,  # sums only
+            "residual_norm": stats["residual_norm"],
+        }
 
     def state(self) -> dict[str, Any]:
         return {"updates": self.updates.state_dict()}

@@ -107,7 +107,9 @@ def specs(options: Options) -> list[Spec]:
         raise LabError(f"a batch of {recipe.batch} cannot be shared by {options.workers} workers: see --batch-size")
     for method in methods:
         if method.momentum and (recipe.optimizer != "sgd" or method.updates is not None):
-            raise LabError(f"{method.text!r} brings momentum, which takes the place of SGD's: not for {recipe.optimizer}")
+            raise LabError(
+                f"{method.text!r} brings momentum, which takes the place of SGD's: not for {recipe.optimizer}"
+            )
     return [
         Spec(task, method, options.workers, seed, options.evaluations, options.exceptions)
         for seed in range(options.seeds)
@@ -173,7 +175,9 @@ def _train(spec: Spec, path: Path, save_seconds: float, end: float, watcher: Wat
     while not record.finished:
         if time.monotonic() > end:
             record.save()
-            raise Unfinished(f"the time is over at step {record.contestant.done} of {spec.name}: the same command goes on")
+            raise Unfinished(
+                f"the time is over at step {record.contestant.done} of {spec.name}: the same command goes on"
+            )
         record.step()
         watcher.steps(1)
         if time.monotonic() - saved > save_seconds:

@@ -45,12 +45,22 @@ def summarise(rows: Sequence[Row], references: Sequence[Row] = ()) -> list[Row]:
             "mean": statistics.fmean(values) if values else None,
             "spread": spread(values),
             "difference": statistics.fmean(apart) if apart and method != REFERENCE else None,
-            "standard_error": deviation / math.sqrt(len(apart)) if deviation is not None and method != REFERENCE else None,
+            "standard_error": deviation / math.sqrt(len(apart))
+            if deviation is not None and method != REFERENCE
+            else None,
         }
         shared = [row["value_shared"] for row in own if row.get("value_shared") is not None]
         line["mean_shared"] = statistics.fmean(shared) if shared else None
         names = [name for name in first if name.startswith("rate_")]
-        for name in ("bytes_per_rank", "traffic_per_rank", "compression_rate", "density", "residual_norm", "seconds", *names):
+        for name in (
+            "bytes_per_rank",
+            "traffic_per_rank",
+            "compression_rate",
+            "density",
+            "residual_norm",
+            "seconds",
+            *names,
+        ):
             numbers = [row[name] for row in own if row.get(name) is not None]
             line[name] = statistics.fmean(numbers) if numbers else None
         found.append(line)

@@ -218,9 +218,7 @@ def _shakespeare_lstm(data: Path) -> Task:
 def _shakespeare_gpt(data: Path) -> Task:
     train, test, vocabulary = datasets.characters(data / "tinyshakespeare.txt", GPT.context)
     recipe = Recipe(lr=2e-3, batch=12, steps=2000, optimizer="adamw", weight_decay=0.1, clip=1.0, warm_up=100)
-    return Task(
-        "shakespeare-gpt", "nats", lambda: GPT(4, 128, 4, vocabulary=vocabulary), train, test, recipe
-    )
+    return Task("shakespeare-gpt", "nats", lambda: GPT(4, 128, 4, vocabulary=vocabulary), train, test, recipe)
 
 
 def _wikitext(data: Path) -> Task:

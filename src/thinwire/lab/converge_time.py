@@ -1,0 +1,109 @@
+"""Time to accuracy over emulated links, with real processes and DDP: `thinwire bench converge --rate 100mbit --target 0.97`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .bench_step import BASE, PEER_NAMES
+from .cluster import Cluster
+from .contest import Method
+from .netns import LabError, format_rate, parse_rate
+from .tasks import load
+
+
+@dataclass(frozen=True)
+class Options:
+    workload: str
+    methods: tuple[str, ...]
+    data: Path
+    rate: str
+    target: float
+    nodes: int = 2
+    seeds: int = 1
+    recipe: dict[str, Any] = field(default_factory=dict)
+    every: int = 20
+    """Steps between two looks at the test data; the clock stands still meanwhile."""
+
+
+def check(options: Options) -> None:
+    """Refuse what no rank could run, before there is a cluster."""
+    parse_rate(options.rate)
+    if len(set(options.methods)) != len(options.methods):
+        raise LabError("a method is given twice")
+    for text in options.methods:
+        if text not in (BASE, *PEER_NAMES):
+            Method.parse(text)
+    task = load(options.workload, options.data, **options.recipe)
+    if task.metric == "accuracy" and not 0.0 < options.target < 1.0:
+        raise LabError(f"the target is an accuracy, between 0 and 1, as in --target 0.97; not {options.target:g}")
+    if task.recipe.batch % options.nodes:
+        raise LabError(f"a batch of {task.recipe.batch} cannot be shared by {options.nodes} nodes: see --batch-size")
+
+
+def run(options: Options, tell: Callable[[str], None], done: Callable[[], None]) -> list[dict[str, Any]]:
+    """One flat row for each seed and method; methods take turns, seed by seed."""
+    rows = []
+    with Cluster(options.nodes, 1, options.rate) as cluster:
+        measured, good = None, False
+        if cluster.mode == "loopback":
+            tell(f"not shaped: {cluster.why}")
+        else:
+            calibration = cluster.calibrate()
+            measured, good = calibration.measured, calibration.good
+            tell(f"{options.nodes} nodes, {calibration}")
+            if not good:
+                tell("the links are not within 15 % of the rate: take times with care")
+        place = {
+            "rate": format_rate(parse_rate(options.rate)),
+            "measured_rate": measured,
+            "calibrated": good,
+            "target": options.target,
+        }
+        for seed in range(options.seeds):
+            for method in options.methods:
+                rows.append({**_one(cluster, options, method, seed), **place})
+                done()
+    for row in rows:
+        row["speedup_over_fp32"] = _speedup(row, rows)
+    return rows
+
+
+def _one(cluster: Cluster, options: Options, method: str, seed: int) -> dict[str, Any]:
+    news: dict[str, Any] = {}
+    noise: list[str] = []
+
+    def read(rank: int, line: str) -> None:
+        try:
+            item = json.loads(line)
+            if rank == 0 and "value" in item:
+                news.update(item)
+        except (ValueError, TypeError):
+            noise.append(f"[{rank}] {line}")
+
+    words = {
+        "--workload": options.workload,
+        "--data": options.data.resolve(),
+        "--method": method,
+        "--seed": seed,
+        "--target": options.target,
+        "--every": options.every,
+        "--recipe": json.dumps(options.recipe),
+    }
+    command = [sys.executable, "-m", "thinwire.lab.converge_worker"]
+    result = cluster.run([*command, *(str(word) for pair in words.items() for word in pair)], on_line=read)
+    if result.code or "value" not in news:
+        raise LabError("\n".join([f"the job with {method} ended with code {result.code}:", *noise[-30:]]))
+    if cluster.mode == "loopback":
+        news["bytes_per_rank"] = news["compression_rate"] = None
+    return {**news, "pinned": result.pinned}
+
+
+def _speedup(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
+    base = next((other for other in rows if other["method"] == BASE and other["seed"] == row["seed"]), None)
+    own = row["seconds_to_target"]
+    return base["seconds_to_target"] / own if base and base["seconds_to_target"] and own else None

@@ -1,0 +1,134 @@
+"""One rank of a time to accuracy: ordinary DDP, trained until the test data say that it is good enough.
+
+Rank 0 prints what was found as one JSON line. The clock counts what the method needs to be set up and all steps; it stands
+still while models are evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+
+from .bench_step import BASE
+from .contest import Method
+from .peers import ONE_BUCKET_MB, PEERS
+from .step_worker import sent
+from .tasks import Task, load
+
+
+class Job:
+    """A model with its optimizer, whose gradients or updates go the way of a method."""
+
+    def __init__(self, task: Task, text: str, seed: int) -> None:
+        self.task, self.seed = task, seed
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.model = task.model(seed)
+        self.module: nn.Module = self.model
+        self.updates: thinwire.LocalUpdates | None = None
+        peer = PEERS.get(text)
+        method = Method.parse(text) if peer is None and text != BASE else None
+        self.factor = method.lr / task.recipe.lr if method is not None and method.lr else 1.0
+        momentum = 0.0 if method is not None and method.momentum else None
+        inner = task.recipe.make(self.model.parameters(), momentum)
+        self.optimizer = inner
+        if method is not None and method.updates is not None:
+            way = method.updates
+            self.updates = thinwire.LocalUpdates(inner, self.model, way.codec, way.feedback, way.period)
+            self.optimizer = self.updates
+            return
+        one_bucket = peer is not None and peer.one_bucket
+        ddp = DistributedDataParallel(
+            self.model, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None, gradient_as_bucket_view=True
+        )
+        self.module = ddp
+        if peer is not None:
+            ddp.register_comm_hook(peer.state(), peer.hook)
+        elif method is not None:
+            thinwire.attach(ddp, method.codec)
+
+    def step(self, step: int) -> None:
+        task = self.task
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.factor * task.recipe.rate_at(step)
+        self.optimizer.zero_grad()
+        loss = task.loss(self.module, task.batch(self.seed, step, self.rank, self.world))
+        loss.backward()  # type: ignore[no-untyped-call]
+        if task.recipe.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), task.recipe.clip)
+        self.optimizer.step()
+
+    def evaluate(self) -> float:
+        """On every rank; what rank 0 finds counts for all."""
+        if self.updates is not None:
+            with self.updates.at("settled"):
+                value = self.task.evaluate(self.model)[1]
+        else:
+            value = self.task.evaluate(self.model)[1]
+        agreed = torch.tensor(value, dtype=torch.float64)
+        dist.broadcast(agreed, 0)
+        return float(agreed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--workload", "--method", "--recipe"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--target", type=float, required=True)
+    parser.add_argument("--every", type=int, required=True)
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    task = load(options.workload, options.data, **json.loads(options.recipe))
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "eth0")
+    dist.barrier()
+    begun = time.perf_counter()
+    job = Job(task, options.method, options.seed)
+    dist.barrier()
+    setup = time.perf_counter() - begun
+    seconds, value, step, reached, sent_bytes = 0.0, 0.0, 0, False, 0
+    while step < task.recipe.steps and not reached:
+        dist.barrier()
+        before, begun = sent(interface)[0], time.perf_counter()
+        for _ in range(min(options.every, task.recipe.steps - step)):
+            job.step(step)
+            step += 1
+        dist.barrier()
+        seconds += time.perf_counter() - begun
+        sent_bytes += sent(interface)[0] - before
+        value = job.evaluate()
+        reached = task.better(value, options.target)
+    if dist.get_rank() == 0:
+        elements = sum(parameter.numel() for parameter in job.model.parameters())
+        row = {
+            "workload": task.name,
+            "method": options.method,
+            "workers": dist.get_world_size(),
+            "seed": options.seed,
+            "metric": task.metric,
+            "value": value,
+            "steps": step,
+            "bytes_per_rank": sent_bytes / step,
+            "compression_rate": 4.0 * elements * step / sent_bytes if sent_bytes else None,
+            "seconds": seconds,
+            "setup_seconds": setup,
+            "seconds_to_target": setup + seconds if reached else None,
+        }
+        print(json.dumps(row), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
