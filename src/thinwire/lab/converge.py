@@ -46,7 +46,7 @@ class Options:
     seeds: int = 3
     evaluations: int = 6
     recipe: dict[str, Any] = field(default_factory=dict)
-    exceptions: Exceptions = Exceptions()
+    exceptions: Exceptions = field(default_factory=Exceptions)
     save_seconds: float = 20.0
     limit_seconds: float | None = None
 
@@ -244,7 +244,7 @@ class Record:
             "losses": self.losses,
             "seconds": self.seconds,
             "diverged": self.diverged,
-            "earlier": {key: value for key, value in self._totals().items()},
+            "earlier": self._totals(),
             "groups": self._groups(),
         }
         temporary = self.checkpoint.with_suffix(f".{os.getpid()}")
