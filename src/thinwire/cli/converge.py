@@ -29,7 +29,8 @@ def converge(
         str,
         typer.Option(
             help="With commas: texts of codecs, dense, fp16, powersgd4, or local updates: updates(CODEC, STRENGTH, "
-            "period=STEPS). @lr=0.02 after one gives it a learning rate of its own."
+            "period=STEPS). @lr=0.02 after one gives it a learning rate of its own. With --rate also fp32 (plain DDP), "
+            "DDP's own hooks by the names of `bench step`, and files with plans."
         ),
     ] = "dense,micro(density=0.01),laplace(density=0.01),adacomp",
     workers: Annotated[str, typer.Option(help="Workers; several numbers give all runs with each.")] = "4",

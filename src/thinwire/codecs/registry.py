@@ -89,7 +89,9 @@ def parse(text: str) -> Codec:
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise CodecTextError(f"{text!r}: there is no codec {call.func.id!r}; {hint}known: {', '.join(sorted(CODECS))}")
     # As the constructor has them: fields that can only be given by name come last.
-    names = [field.name for field in sorted(dataclasses.fields(kind), key=lambda field: field.kw_only) if field.init]
+    names = [
+        field.name for field in sorted(dataclasses.fields(kind), key=lambda field: field.kw_only is True) if field.init
+    ]
     arguments: dict[str, object] = {}
     if len(call.args) > len(names):
         raise CodecTextError(f"{text!r}: {call.func.id} takes at most {len(names)} arguments: {', '.join(names)}")

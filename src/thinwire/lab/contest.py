@@ -193,7 +193,7 @@ class Gradients(Contestant):
         ]
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        pieces = flat.split([parameter.numel() for parameter in self.named.values()])
+        pieces = torch.split(flat, [parameter.numel() for parameter in self.named.values()])
         return {name: piece.view_as(p) for (name, p), piece in zip(self.named.items(), pieces, strict=True)}
 
     @property

@@ -9,11 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..planner.plan import Plan
 from .bench_step import BASE, PEER_NAMES
 from .cluster import Cluster
 from .contest import Method
 from .netns import LabError, format_rate, parse_rate
 from .tasks import load
+
+PLAN = ".json"
+"""How the name of a file ends that holds a plan."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ def check(options: Options) -> None:
     if len(set(options.methods)) != len(options.methods):
         raise LabError("a method is given twice")
     for text in options.methods:
-        if text not in (BASE, *PEER_NAMES):
+        if text.endswith(PLAN):
+            Plan.load(text)
+        elif text not in (BASE, *PEER_NAMES):
             Method.parse(text)
     task = load(options.workload, options.data, **options.recipe)
     if task.metric == "accuracy" and not 0.0 < options.target < 1.0:

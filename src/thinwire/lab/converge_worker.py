@@ -21,6 +21,7 @@ import thinwire
 
 from .bench_step import BASE
 from .contest import Method
+from .converge_time import PLAN
 from .peers import ONE_BUCKET_MB, PEERS
 from .step_worker import sent
 from .tasks import Task, load
@@ -36,7 +37,8 @@ class Job:
         self.module: nn.Module = self.model
         self.updates: thinwire.LocalUpdates | None = None
         peer = PEERS.get(text)
-        method = Method.parse(text) if peer is None and text != BASE else None
+        plan = thinwire.Plan.load(text) if text.endswith(PLAN) else None
+        method = Method.parse(text) if peer is None and plan is None and text != BASE else None
         self.factor = method.lr / task.recipe.lr if method is not None and method.lr else 1.0
         momentum = 0.0 if method is not None and method.momentum else None
         inner = task.recipe.make(self.model.parameters(), momentum)
@@ -53,6 +55,8 @@ class Job:
         self.module = ddp
         if peer is not None:
             ddp.register_comm_hook(peer.state(), peer.hook)
+        elif plan is not None:
+            thinwire.attach(ddp, plan)
         elif method is not None:
             thinwire.attach(ddp, method.codec)
 

@@ -105,7 +105,7 @@ class Text:
     def chunks(self, size: int) -> Iterator[Batch]:
         whole = len(self) * self.length
         inputs, targets = (self.tokens[i : whole + i].view(-1, self.length) for i in (0, 1))
-        yield from zip(inputs.split(size), targets.split(size), strict=True)
+        yield from zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
 
 
 def images(path: Path, mean: Sequence[float], std: Sequence[float], flips: bool = False) -> tuple[Images, Images]:
