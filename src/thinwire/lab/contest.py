@@ -172,7 +172,7 @@ class Gradients(Contestant):
         self, task: Task, method: Method, seed: int, workers: int, world: World, exceptions: Exceptions
     ) -> None:
         super().__init__(task, method, seed, workers, world, exceptions)
-        self.model = task.model(seed)
+        self.model = task.model(seed).to(memory_format=task.layout)  # type: ignore[call-overload]
         momentum = 0.0 if method.momentum else None
         self._optimizer = task.recipe.make(self.model.parameters(), momentum)
         self.named = dict(self.model.named_parameters())
@@ -207,16 +207,18 @@ class Gradients(Contestant):
     def _step(self) -> float:
         total = 0.0
         for rank, flat, gradients in zip(self.ranks, self._flat, self._gradients, strict=True):
-            flat.zero_()
-            for name, parameter in self.named.items():
-                parameter.grad = gradients[name]
+            self._optimizer.zero_grad()
             loss = self.task.loss(self.model, self.task.batch(self.seed, self.done, rank, self.workers))
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
+            for name, parameter in self.named.items():
+                assert parameter.grad is not None
+                gradients[name].copy_(parameter.grad)
             self._clip(flat)
         self.exchange.reduce_(self._gradients if isinstance(self.exchange.world, LocalWorld) else self._gradients[0])
         for name, parameter in self.named.items():
-            parameter.grad = self._gradients[0][name]
+            assert parameter.grad is not None
+            parameter.grad.copy_(self._gradients[0][name])
         self._optimizer.step()
         return total / len(self.ranks)
 

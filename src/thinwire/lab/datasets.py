@@ -83,7 +83,7 @@ class Images:
     def _floats(self, images: Tensor) -> Tensor:
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
         floats = (images.float() / 255.0 - mean) / std
-        # Convolutions of several channels are a third faster so.
+        # For weights that lie so too; others take it as it is.
         return floats.contiguous(memory_format=torch.channels_last) if floats.shape[1] > 1 else floats
 
 

@@ -82,6 +82,8 @@ class Task:
     recipe: Recipe
     own_loss: bool = False
     """Whether the model is given the targets too, and returns the loss of each."""
+    layout: torch.memory_format = torch.contiguous_format
+    """Of weights in memory, where the training loop is free to choose: convolutions are a third faster in the right one."""
 
     def model(self, seed: int) -> nn.Module:
         """The model with its first weights. The global random state stays as it is."""
@@ -206,7 +208,7 @@ def _cifar(data: Path) -> Task:
     mean, std = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
     train, test = datasets.images(data / "cifar10.npz", mean, std, flips=True)
     recipe = Recipe(lr=0.1, batch=128, steps=0, weight_decay=5e-4, warm_up=100)
-    return Task("cifar-resnet", "accuracy", resnet8, train, test, recipe)
+    return Task("cifar-resnet", "accuracy", resnet8, train, test, recipe, layout=torch.channels_last)
 
 
 def _shakespeare_lstm(data: Path) -> Task:
