@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,7 +79,8 @@ def converge(
 
     thinwire bench converge --data DIR --rate 100mbit --target 0.97 --method "fp32,fp16,powersgd4,micro(density=0.01)"
     """
-    with errors():
+    end = time.monotonic() + limit_seconds if limit_seconds is not None else math.inf
+    with errors(), _in_time():
         recipe: dict[str, Any] = {"epochs": epochs, "batch": batch_size, "lr": lr, "schedule": schedule, "clip": clip}
         if epochs is not None and steps is not None:
             raise failure("give either --epochs or --steps")
@@ -87,7 +92,7 @@ def converge(
         if rate is not None:
             if target is None:
                 raise failure("--rate asks for the time to a --target, as in --target 0.97")
-            _timed(*common, rate, target, nodes, json_file)
+            _timed(*common, rate, target, nodes, results, end, json_file)
             return
         if target is not None:
             raise failure("--target belongs to --rate, as in --rate 100mbit --target 0.97")
@@ -100,30 +105,26 @@ def converge(
         options = [
             runs.Options(
                 workload, tuple(split(method)), data, results, count, seeds, evaluations, recipe, exceptions,
-                save_seconds, limit_seconds,
+                save_seconds, end,
             )
             for count in counts
         ]  # fmt: skip
         outcomes = []
         lines: list[dict[str, Any]] = []
-        try:
-            with Progress(*COLUMNS, console=console) as progress:
-                planned = [runs.specs(each) for each in options]
-                total = sum(spec.task.recipe.steps for each in planned for spec in each)
-                task = progress.add_task("steps", total=total)
-                watcher = runs.Watcher(
-                    tell=lambda text: progress.console.print(escape(text), soft_wrap=True),
-                    steps=lambda count: progress.advance(task, count),
-                )
-                for each, own in zip(options, planned, strict=True):
-                    found = runs.run(each, watcher)
-                    references = [runs.reference_of(each, spec) for spec in own]
-                    outcomes += found
-                    rows = [outcome["row"] for outcome in found]
-                    lines += converge_tables.summarise(rows, [ref["row"] for ref in references if ref is not None])
-        except runs.Unfinished as stop:
-            console.print(escape(str(stop)), soft_wrap=True)
-            raise typer.Exit(UNFINISHED) from None
+        with Progress(*COLUMNS, console=console) as progress:
+            planned = [runs.specs(each) for each in options]
+            total = sum(spec.task.recipe.steps for each in planned for spec in each)
+            task = progress.add_task("steps", total=total)
+            watcher = runs.Watcher(
+                tell=lambda text: progress.console.print(escape(text), soft_wrap=True),
+                steps=lambda count: progress.advance(task, count),
+            )
+            for each, own in zip(options, planned, strict=True):
+                found = runs.run(each, watcher, own)
+                references = [runs.reference_of(each, spec) for spec in own]
+                outcomes += found
+                rows = [outcome["row"] for outcome in found]
+                lines += converge_tables.summarise(rows, [ref["row"] for ref in references if ref is not None])
         _show(lines)
         if json_file is not None:
             content = result("bench converge", [outcome["row"] for outcome in outcomes], {"methods": lines})
@@ -132,6 +133,17 @@ def converge(
             converge_tables.plot(plot, outcomes)
             if len(counts) > 1:
                 converge_tables.plot_build_up(plot.with_stem(f"{plot.stem}-workers"), lines)
+
+
+@contextlib.contextmanager
+def _in_time() -> Iterator[None]:
+    from ..lab.converge import Unfinished
+
+    try:
+        yield
+    except Unfinished as stop:
+        console.print(escape(str(stop)), soft_wrap=True)
+        raise typer.Exit(UNFINISHED) from None
 
 
 def _counts(text: str) -> list[int]:
@@ -150,18 +162,20 @@ def _timed(
     rate: str,
     target: float,
     nodes: int,
+    results: Path,
+    end: float,
     json_file: Path | None,
 ) -> None:
     from ..lab import converge_time
 
-    options = converge_time.Options(workload, tuple(methods), data, rate, target, nodes, seeds, recipe)
+    options = converge_time.Options(workload, tuple(methods), data, rate, target, nodes, seeds, recipe, results, end)
     converge_time.check(options)
     with Progress(*COLUMNS, console=console) as progress:
         task = progress.add_task("runs", total=len(methods) * seeds)
         rows = converge_time.run(
             options,
             lambda text: progress.console.print(escape(text), soft_wrap=True),
-            lambda: progress.advance(task),
+            lambda count: progress.advance(task, count),
         )
     table = Table(title=f"{workload}, {nodes} nodes, {rate}: time to {target:g}", title_justify="left")
     for column in (

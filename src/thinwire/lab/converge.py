@@ -48,7 +48,8 @@ class Options:
     recipe: dict[str, Any] = field(default_factory=dict)
     exceptions: Exceptions = field(default_factory=Exceptions)
     save_seconds: float = 20.0
-    limit_seconds: float | None = None
+    end: float = math.inf
+    """When to stop, by `time.monotonic`."""
 
 
 @dataclass(frozen=True)
@@ -117,18 +118,17 @@ def specs(options: Options) -> list[Spec]:
     ]
 
 
-def run(options: Options, watcher: Watcher) -> list[dict[str, Any]]:
-    """The results of all runs, in the order of `specs`; those that another process works on are left out."""
-    todo = specs(options)
+def run(options: Options, watcher: Watcher, todo: Sequence[Spec] | None = None) -> list[dict[str, Any]]:
+    """The results of all runs of `specs`, in that order; those that another process works on are left out."""
+    todo = specs(options) if todo is None else todo
     options.results.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + options.limit_seconds if options.limit_seconds is not None else math.inf
     outcomes = []
     for spec in todo:
         path = options.results / f"{spec.name}.json"
         with _claim(path.with_suffix(".lock")) as mine:
             outcome = read(path)
             if outcome is None and mine:
-                outcome = _train(spec, path, options.save_seconds, end, watcher)
+                outcome = _train(spec, path, options.save_seconds, options.end, watcher)
             elif outcome is None:
                 watcher.tell(f"{spec.name}: another process works on it")
             else:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +17,12 @@ from ..planner.plan import Plan
 from .bench_step import BASE, PEER_NAMES
 from .cluster import Cluster
 from .contest import Method
+from .converge import Unfinished, read
 from .netns import LabError, format_rate, parse_rate
 from .tasks import load
 
+EVERY = 20
+"""Steps between two looks at the test data; the clock stands still meanwhile."""
 PLAN = ".json"
 """How the name of a file ends that holds a plan."""
 
@@ -30,8 +37,18 @@ class Options:
     nodes: int = 2
     seeds: int = 1
     recipe: dict[str, Any] = field(default_factory=dict)
-    every: int = 20
-    """Steps between two looks at the test data; the clock stands still meanwhile."""
+    results: Path = Path("results")
+    end: float = math.inf
+    """When to start no further run, by `time.monotonic`."""
+
+    def file(self, method: str, seed: int) -> Path:
+        """Where a run is kept."""
+        plain = method in (BASE, *PEER_NAMES) or method.endswith(PLAN)
+        facts = [self.workload, method if plain else Method.parse(method).full(), seed, self.rate, self.target]
+        facts += [self.nodes, EVERY, sorted(self.recipe.items())]
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:8]
+        words = re.sub(r"[^A-Za-z0-9.]+", "-", method).strip("-")[:60]
+        return self.results / f"{self.workload}-{self.nodes}n-{self.rate}-{words}-s{seed}-{digest}.json"
 
 
 def check(options: Options) -> None:
@@ -51,9 +68,28 @@ def check(options: Options) -> None:
         raise LabError(f"a batch of {task.recipe.batch} cannot be shared by {options.nodes} nodes: see --batch-size")
 
 
-def run(options: Options, tell: Callable[[str], None], done: Callable[[], None]) -> list[dict[str, Any]]:
-    """One flat row for each seed and method; methods take turns, seed by seed."""
-    rows = []
+def run(options: Options, tell: Callable[[str], None], done: Callable[[int], None]) -> list[dict[str, Any]]:
+    """One flat row for each seed and method; methods take turns, seed by seed. Complete runs are not repeated."""
+    todo = [(seed, method) for seed in range(options.seeds) for method in options.methods]
+    rows = [read(options.file(method, seed)) for seed, method in todo]
+    done(len(rows) - rows.count(None))
+    if None in rows:
+        options.results.mkdir(parents=True, exist_ok=True)
+        _fill(options, todo, rows, tell, done)
+    found = [row["row"] for row in rows if row is not None]
+    for row in found:
+        row["speedup_over_fp32"] = _speedup(row, found)
+    return found
+
+
+def _fill(
+    options: Options,
+    todo: list[tuple[int, str]],
+    rows: list[dict[str, Any] | None],
+    tell: Callable[[str], None],
+    done: Callable[[int], None],
+) -> None:
+    """Run what is missing, on one cluster."""
     with Cluster(options.nodes, 1, options.rate) as cluster:
         measured, good = None, False
         if cluster.mode == "loopback":
@@ -70,13 +106,15 @@ def run(options: Options, tell: Callable[[str], None], done: Callable[[], None])
             "calibrated": good,
             "target": options.target,
         }
-        for seed in range(options.seeds):
-            for method in options.methods:
-                rows.append({**_one(cluster, options, method, seed), **place})
-                done()
-    for row in rows:
-        row["speedup_over_fp32"] = _speedup(row, rows)
-    return rows
+        for i, (seed, method) in enumerate(todo):
+            if rows[i] is not None:
+                continue
+            if time.monotonic() > options.end:
+                raise Unfinished(f"the time is over before {method}, seed {seed}: the same command goes on")
+            row = {**_one(cluster, options, method, seed), **place}
+            rows[i] = {"spec": {"method": method, "seed": seed, "recipe": options.recipe}, "row": row}
+            options.file(method, seed).write_text(json.dumps(rows[i]) + "\n")
+            done(1)
 
 
 def _one(cluster: Cluster, options: Options, method: str, seed: int) -> dict[str, Any]:
@@ -97,7 +135,7 @@ def _one(cluster: Cluster, options: Options, method: str, seed: int) -> dict[str
         "--method": method,
         "--seed": seed,
         "--target": options.target,
-        "--every": options.every,
+        "--every": EVERY,
         "--recipe": json.dumps(options.recipe),
     }
     command = [sys.executable, "-m", "thinwire.lab.converge_worker"]
