@@ -245,7 +245,7 @@ class Gradients(Contestant):
         self.exchange.load_state_dict(state["exchange"])
 
 
-class Own(Contestant):
+class LocalModels(Contestant):
     """Local updates: every rank steps with its own gradient, and what travels is the update."""
 
     def __init__(
@@ -317,7 +317,7 @@ class Own(Contestant):
 def make(
     task: Task, method: Method, seed: int, workers: int, world: World = None, exceptions: Exceptions = Exceptions()
 ) -> Contestant:
-    kind = Gradients if method.updates is None else Own
+    kind = Gradients if method.updates is None else LocalModels
     return kind(task, method, seed, workers, world, exceptions)
 
 
