@@ -34,7 +34,7 @@ def converge(
         typer.Option(
             help="With commas: texts of codecs, dense, fp16, powersgd4, or local updates: updates(CODEC, STRENGTH, "
             "period=STEPS). @lr=0.02 after one gives it a learning rate of its own. With --rate also fp32 (plain DDP), "
-            "DDP's own hooks by the names of `bench step`, and files with plans."
+            "DDP's own hooks by the names of `bench step`, files with plans, auto, and auto@FILE.json, which keeps its plan."
         ),
     ] = "dense,micro(density=0.01),laplace(density=0.01),adacomp",
     workers: Annotated[str, typer.Option(help="Workers; several numbers give all runs with each.")] = "4",
@@ -196,6 +196,7 @@ def _timed(
             str(row["seed"]),
             _number(row["seconds_to_target"], "{:.1f}") or "not reached",
             f"{row['setup_seconds']:.1f}",
+            _number(row.get("planning_seconds"), "{:.1f}"),
             _number(row["speedup_over_fp32"], "{:.2f}"),
             str(row["steps"]),
             f"{1000 * row['seconds'] / row['steps']:.1f}",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..planner.plan import Plan
-from .bench_step import BASE, PEER_NAMES
+from .bench_step import AUTO, BASE, PEER_NAMES
 from .cluster import Cluster
 from .contest import Method
 from .converge import Unfinished, read
@@ -25,6 +25,11 @@ EVERY = 20
 """Steps between two looks at the test data; the clock stands still meanwhile."""
 PLAN = ".json"
 """How the name of a file ends that holds a plan."""
+
+
+def is_auto(text: str) -> bool:
+    """`auto` plans from scratch; `auto@FILE.json` begins with the plan in that file, or leaves one there."""
+    return text == AUTO or (text.startswith(f"{AUTO}@") and text.endswith(PLAN))
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ def check(options: Options) -> None:
     if len(set(options.methods)) != len(options.methods):
         raise LabError("a method is given twice")
     for text in options.methods:
+        if is_auto(text):
+            continue
         if text.endswith(PLAN):
             Plan.load(text)
         elif text not in (BASE, *PEER_NAMES):

@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 
+from ..engine.wire import Wire
 from .bench_step import BASE
 from .contest import Method
-from .converge_time import PLAN
+from .converge_time import PLAN, is_auto
 from .peers import ONE_BUCKET_MB, PEERS
 from .step_worker import sent
 from .tasks import Task, load
@@ -36,9 +37,11 @@ class Job:
         self.model = task.model(seed)
         self.module: nn.Module = self.model
         self.updates: thinwire.LocalUpdates | None = None
+        self.auto: Wire | None = None
         peer = PEERS.get(text)
-        plan = thinwire.Plan.load(text) if text.endswith(PLAN) else None
-        method = Method.parse(text) if peer is None and plan is None and text != BASE else None
+        auto = is_auto(text)
+        plan = thinwire.Plan.load(text) if text.endswith(PLAN) and not auto else None
+        method = Method.parse(text) if peer is None and plan is None and not auto and text != BASE else None
         self.factor = method.lr / task.recipe.lr if method is not None and method.lr else 1.0
         momentum = 0.0 if method is not None and method.momentum else None
         inner = task.recipe.make(self.model.parameters(), momentum)
@@ -55,6 +58,9 @@ class Job:
         self.module = ddp
         if peer is not None:
             ddp.register_comm_hook(peer.state(), peer.hook)
+        elif auto:
+            self.auto = thinwire.attach(ddp, plan_file=text.partition("@")[2])
+            self._first = self.auto.method
         elif plan is not None:
             thinwire.attach(ddp, plan)
         elif method is not None:
@@ -70,6 +76,11 @@ class Job:
         if task.recipe.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), task.recipe.clip)
         self.optimizer.step()
+
+    @property
+    def planned(self) -> bool:
+        """Whether auto has gone over to a plan, or had one from the beginning."""
+        return self.auto is not None and (self.auto.method is not self._first or self.auto.method.plan is not None)
 
     def evaluate(self) -> float:
         """On every rank; what rank 0 finds counts for all."""
@@ -103,12 +114,15 @@ def main() -> None:
     dist.barrier()
     setup = time.perf_counter() - begun
     seconds, value, step, reached, sent_bytes = 0.0, 0.0, 0, False, 0
+    planning: float | None = None
     while step < task.recipe.steps and not reached:
         dist.barrier()
         before, begun = sent(interface)[0], time.perf_counter()
         for _ in range(min(options.every, task.recipe.steps - step)):
             job.step(step)
             step += 1
+            if planning is None and job.planned:
+                planning = seconds + time.perf_counter() - begun
         dist.barrier()
         seconds += time.perf_counter() - begun
         sent_bytes += sent(interface)[0] - before
@@ -128,6 +142,7 @@ def main() -> None:
             "compression_rate": 4.0 * elements * step / sent_bytes if sent_bytes else None,
             "seconds": seconds,
             "setup_seconds": setup,
+            "planning_seconds": planning,
             "seconds_to_target": setup + seconds if reached else None,
         }
         print(json.dumps(row), flush=True)
