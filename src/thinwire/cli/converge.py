@@ -183,6 +183,7 @@ def _timed(
         "seed",
         "seconds",
         "of it set-up",
+        "planning",
         "fp32 / it",
         "steps",
         "ms a step",
