@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import thinwire
 from tests import ranks
 from thinwire.cli.app import app
-from thinwire.lab import LabError, contest, converge, converge_tables, tasks
+from thinwire.lab import LabError, contest, converge, converge_tables, converge_time, tasks
 from thinwire.lab.contest import Exceptions, Method
 
 from .conftest import needs_namespaces
@@ -308,10 +308,20 @@ def test_files_that_are_not_what_they_should_be(data: Path, tmp_path: Path) -> N
 # -- time to accuracy --------------------------------------------------------------------------------------------------
 
 
+def test_methods_of_a_time_to_accuracy(data: Path, tmp_path: Path) -> None:
+    methods = ("fp32", "powersgd1", "auto", "auto@plan.json", "adacomp@lr=0.01", METHODS[1])
+    options = converge_time.Options("mnist-cnn", methods, data, "1gbit", 0.9, results=tmp_path)
+    converge_time.check(options)
+    assert len({options.file(method, seed) for method in methods for seed in (0, 1)}) == 2 * len(methods)
+    with pytest.raises(LabError, match="did you mean"):
+        converge_time.check(dataclasses.replace(options, methods=("adacmp",)))
+
+
 @needs_namespaces
 def test_time_to_accuracy_over_a_shaped_link(data: Path, tmp_path: Path) -> None:
     methods = ["fp32", "micro(density=0.05)", METHODS[1]]
     words = ["--data", data, "--rate", "1gbit", "--target", 0.5, "--seeds", 1, "--batch-size", 16, "--epochs", 8]
+    words += ["--results", tmp_path / "runs"]
     outcome = _run(*words, "--method", ",".join(methods), "--json", tmp_path / "out")
     assert outcome.exit_code == 0, outcome.output
     rows = json.loads((tmp_path / "out").read_text())["rows"]

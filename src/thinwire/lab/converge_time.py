@@ -48,7 +48,7 @@ class Options:
 
     def file(self, method: str, seed: int) -> Path:
         """Where a run is kept."""
-        plain = method in (BASE, *PEER_NAMES) or method.endswith(PLAN)
+        plain = method in (AUTO, BASE, *PEER_NAMES) or method.endswith(PLAN)
         facts = [self.workload, method if plain else Method.parse(method).full(), seed, self.rate, self.target]
         facts += [self.nodes, EVERY, sorted(self.recipe.items())]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:8]
