@@ -1,7 +1,7 @@
 """One rank of a time to accuracy: ordinary DDP, trained until the test data say that it is good enough.
 
 Rank 0 prints what was found as one JSON line. The clock counts what the method needs to be set up and all steps; it stands
-still while models are evaluated.
+still while models are evaluated. DDP exchanges during backward, so a recipe's clipping is of the mean here.
 """
 
 from __future__ import annotations
