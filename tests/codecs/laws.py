@@ -149,10 +149,11 @@ def check_nothing(codec: Codec, shapes: Mapping[str, tuple[int, ...]], ranks: in
         {name: torch.empty(shape) for name, shape in shapes.items()}, codec, thinwire.LocalWorld(ranks), min_elements=8
     )
     nothing = [{name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(ranks)]
-    for step in steps_of(exchange, [nothing] * 3):
+    for number, step in enumerate(steps_of(exchange, [nothing] * 3)):
         assert not any(bool(tensor.any()) for results in step.results for tensor in results.values())
         assert not any(bool(tensor.any()) for after in step.after for tensor in after.values())
-        if getattr(codec, "density", None) is not None:
+        begins_dense = number == 0 and isinstance(codec, thinwire.MiCRO)
+        if getattr(codec, "density", None) is not None and not begins_dense:
             assert step.entries == 0, "entries were sent"
 
 

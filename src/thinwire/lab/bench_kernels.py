@@ -102,7 +102,8 @@ class Run:
         if keep:
             for phase, seconds in (("select", marks[1]), ("encode", sum(marks[1:-1])), ("decode", marks[-1])):
                 self.seconds.setdefault(phase, []).append(seconds)
-            entries = sum(member.groups[0].entries for member in self.members)
+            each = [member.groups[0].entries for member in self.members]
+            entries = each[0] if summed else sum(each)  # all ranks send their values of the same places
             if entries:
                 # A gathered value stands beside its index in one rank's message; a summed one belongs to all ranks.
                 self.bits.append((gathered + summed) / entries)
