@@ -10,6 +10,7 @@ whatever decides is the mean over all of them. Only the search for another plan 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ CANDIDATES: dict[Quality, tuple[str, ...]] = {
     "high": _HIGH,
     "fast": (*_HIGH, "micro(density=0.001)", "randomblock", "lowrank"),
 }
+FEW = ("dense", "cast", "micro(density=0.01)", "adacomp")
+"""For jobs with short steps: every further codec takes as long to load and measure as many of them."""
 BETWEEN_NODES = ("dense via iRS eAR iAG", "micro(density=0.01) via iRS comp eARc dec iAG")
 ROUNDS = 2
 """The most that one of them needs."""
@@ -63,7 +66,7 @@ LEAST_GAIN = 0.03
 HYSTERESIS = 0.05
 """Of a step: what another plan must promise, once one is running."""
 
-LONGEST_MEASUREMENT = 12.0
+LONGEST_MEASUREMENT, SHORT_MEASUREMENT = 12.0, 4.0
 
 
 @dataclass
@@ -182,7 +185,7 @@ class AutoWire(DDPWire):
             self._stay(f"{words}: no method can save {LEAST_GAIN:.0%}")
             return
         budget = min(LONGEST_MEASUREMENT, max(2.0, 20 * native))
-        profile = profiling.measure(candidates=self._candidates(), budget=budget)
+        profile = profiling.measure(candidates=self._candidates(budget), budget=budget)
         self._borders = profiling.borders(profile)
         self._profile = profile = by_buckets(profile, self._borders)
         choice: Choice = self._from_rank_0(lambda: best(profile, self.quality, self._borders))
@@ -303,17 +306,18 @@ class AutoWire(DDPWire):
 
     def _plan_again(self) -> None:
         step, wire = self._step_time, self._wire_time
+        assert self._profiling is not None
         words = f"steps went from {milliseconds(step.level)} to {milliseconds(step.last)}"
         if wire.level > 0.0:
             words += f", their collectives from {milliseconds(wire.level)} to {milliseconds(wire.last)}"
-        if self._profile is None:  # this run began with a saved plan
+        if self._profile is None:  # this run began with a plan that was saved without one
             if self.hooked:
                 self._go_over("dense")
             self._decide(f"{words}: the job is measured again")
             self._rest(self._watching)
-            assert self._profiling is not None
             self._profiling.begin()
             return
+        self._borders = self._borders or self._profiling.borders(self._profile)
         links = self._links_now(self._profile)
         self._decide(
             f"{words}; links pass a byte in {links:.2f} times the seconds: planning again, beside the training"
@@ -377,8 +381,10 @@ class AutoWire(DDPWire):
             raise box[0]
         return box[0]
 
-    def _candidates(self) -> tuple[str, ...]:
+    def _candidates(self, budget: float) -> tuple[str, ...]:
         each, found = self.world.ranks_per_node, CANDIDATES[self.quality]
+        if budget < SHORT_MEASUREMENT:
+            found = tuple(text for text in FEW if text in found)
         layered = each is not None and 1 < each < self.world.size and self.quality != "lossless"
         return (*found, *BETWEEN_NODES) if layered else found
 
@@ -426,7 +432,7 @@ class AutoWire(DDPWire):
     def _saved_plan(self) -> Plan | None:
         """The plan in rank 0's file, on all ranks, if there is one and it fits."""
 
-        def load() -> Plan | str | None:
+        def load() -> tuple[Plan, Profile | None] | str | None:
             if self._file is None or not self._file.exists():
                 return None
             try:
@@ -436,18 +442,27 @@ class AutoWire(DDPWire):
                 return f"{self._file} is not used: {error}"
             if plan.quality != self.quality:
                 return f"{self._file} is not used: it was made for quality {plan.quality!r}"
-            return plan
+            with contextlib.suppress(ThinwireError):
+                profile = Profile.load(_profile_beside(self._file))
+                return plan, profile if profile.fingerprint == plan.fingerprint else None
+            return plan, None
 
         found = self._from_rank_0(load)
         if isinstance(found, str):
             self._decide(found)
-        return found if isinstance(found, Plan) else None
+        if not isinstance(found, tuple):
+            return None
+        plan: Plan = found[0]
+        self._profile = found[1]
+        return plan
 
     def _save(self, plan: Plan) -> None:
         if self._file is None or self.world.members[0] != 0:
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
+            if self._profile is not None:
+                self._profile.save(_profile_beside(self._file))
             plan.save(self._file)
         except (OSError, PlanError) as error:
             self._decide(f"the plan could not be kept for the next run: {error}")
@@ -481,6 +496,11 @@ class AutoWire(DDPWire):
         if self._profiling is not None:
             self._profiling.close()
         super().close()
+
+
+def _profile_beside(plan: Path) -> Path:
+    """The profile from which a saved plan was made: what is needed to plan again."""
+    return plan.with_suffix(".profile.json")
 
 
 def _nothing() -> None:
