@@ -61,8 +61,8 @@ PERIOD = 8
 """Steps between two looks of all ranks."""
 
 LEAST_GAIN = 0.08
-"""Of a step: what a hook may cost on a fast link, where a dense exchange through Python takes 3 to 13 % more. A plan that promises
-less is not worth one, because a hook cannot be taken out again."""
+"""Of a step: what a hook may cost on a fast link, where a dense exchange through Python takes 3 to 13 % more. A plan that
+promises less is not worth one, because a hook cannot be taken out again."""
 
 HYSTERESIS = 0.05
 """Of a step: what another plan must promise, once one is running."""
