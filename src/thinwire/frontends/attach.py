@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,9 @@ from ..engine.layout import Exclude, TensorInfo, describe, excluded, kinds_of
 from ..engine.method import Method
 from ..errors import AttachError
 from ..log import set_up
-from ..planner.choose import LOSSES
 from ..planner.plan import Plan, Quality
 from ..schemes import tree
 from ..schemes.world import TorchWorld, ranks_per_node
-from .auto import AutoWire
 from .ddp import DDPWire, parameters_of, plain
 
 AUTO = "auto"
@@ -78,8 +76,8 @@ def attach(
     try:
         if auto and chain is not None:
             raise AttachError(f"auto chooses the chains by itself: leave chain={chain!r} out, or name a codec")
-        if quality not in LOSSES:
-            raise AttachError(f"quality is one of {', '.join(LOSSES)}, not {quality!r}")
+        if quality not in get_args(Quality):
+            raise AttachError(f"quality is one of {', '.join(get_args(Quality))}, not {quality!r}")
         method = Method.of("dense" if auto else codec, chain)
         _check(module, method, min_elements)
         kinds = {plain(name): kind for name, kind in kinds_of(module.module).items()}
@@ -103,6 +101,8 @@ def attach(
     world = TorchWorld(group, 1, timeout, *nodes)
     wire: DDPWire
     if auto:
+        from .auto import AutoWire  # the planner loads Numba
+
         wire = auto_wire = AutoWire(module, world, method, tensors, scaler, exclude, min_elements)
         auto_wire.begin(quality, plan_file)
     else:
