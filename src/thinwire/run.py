@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from . import hooks
-from .errors import ThinwireError
+from .errors import PlanError, ThinwireError
 
 Orders = dict[str, Any]
 
@@ -86,17 +86,13 @@ def main() -> None:
         parser.error("give --codec, --plan or --quality, not several of them")
     if not options.module and not os.path.isfile(options.script):
         parser.error(f"there is no script {options.script!r}")
-    try:
-        if options.plan is not None:
-            from .planner.plan import Plan
+    if options.plan is not None:
+        from .planner.plan import Plan
 
+        try:
             Plan.load(options.plan)
-        if options.codec is not None and options.codec != "auto":
-            from .engine.method import Method
-
-            Method.of(options.codec, None)
-    except ThinwireError as error:
-        parser.error(str(error))
+        except PlanError as error:
+            parser.error(str(error))
     os.environ[hooks.VARIABLE] = json.dumps(
         {"do": "attach", "codec": options.codec, "plan": options.plan, "quality": options.quality}
     )
