@@ -104,7 +104,7 @@ def test_run_attaches_to_an_unchanged_script(script: Path) -> None:
 
 def test_run_says_what_it_needs(script: Path, tmp_path: Path) -> None:
     run = [sys.executable, "-m", "thinwire.run"]
-    assert "either --codec or --plan" in _start([*run, str(script)]).stderr
+    assert "not several of them" in _start([*run, "--codec", "dense", "--plan", "x.json", str(script)]).stderr
     assert "there is no plan" in _start([*run, "--plan", str(tmp_path / "none.json"), str(script)]).stderr
     (tmp_path / "bad.json").write_text(json.dumps({"version": 1}))
     assert "is not a plan" in _start([*run, "--plan", str(tmp_path / "bad.json"), str(script)]).stderr
