@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: venv browser test lint demo format clean
+.PHONY: venv browser test test-frameworks lint docs demo format clean
 
 venv: $(VENV)/.installed
 
@@ -27,10 +27,20 @@ browser:
 test: venv browser
 	$(BIN)/python -m pytest -rs
 
+# Accelerate, Lightning and transformers are 200 MB and a minute to install, so `make test` does without: their tests are skipped.
+test-frameworks: venv
+	$(PIP) --editable '.[frameworks]'
+	$(BIN)/python -m pytest tests/adapters tests/docs
+
 lint: venv
 	$(BIN)/ruff check src tests examples
 	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
+
+# Pages into build/site. Every warning is an error: a link or an anchor that leads nowhere, a page outside the navigation.
+docs: venv
+	$(PIP) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 demo: venv
 	$(BIN)/thinwire demo

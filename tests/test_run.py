@@ -62,7 +62,9 @@ def test_a_profile_of_an_unchanged_script(script: Path, tmp_path: Path) -> None:
     (own / "sitecustomize.py").write_text("import os; os.environ['SEEN_BY'] = 'the user'")
     script.write_text(SCRIPT.replace("torch.set_num", "import os; assert os.environ['SEEN_BY']; torch.set_num", 1))
     paths = os.pathsep.join(filter(None, [str(own), os.environ.get("PYTHONPATH")]))
-    words = ["profile", "-o", str(file), "--budget", "2", "--rate", "loopback", "--", *_torchrun(str(script), "50")]
+    rows = tmp_path / "rows.json"
+    words = ["profile", "-o", str(file), "--budget", "2", "--rate", "loopback", "--json", str(rows)]
+    words += ["--", *_torchrun(str(script), "50")]
     done = _start(_thinwire(*words), PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
     assert "steps 50" not in done.stdout  # it was ended
@@ -72,6 +74,10 @@ def test_a_profile_of_an_unchanged_script(script: Path, tmp_path: Path) -> None:
     assert len(profile.tensors) == 4
     assert "micro(density=0.01)" in {cost.codec for cost in profile.codecs}
     assert "all_reduce" in done.stdout
+    content = json.loads(rows.read_text())
+    assert content["summary"]["ranks"] == 2
+    assert {"all_reduce"} <= {row.get("collective") for row in content["rows"]}
+    assert {"micro(density=0.01)"} <= {row.get("codec") for row in content["rows"]}
 
 
 def test_what_cannot_be_profiled(script: Path, tmp_path: Path) -> None:
@@ -98,7 +104,7 @@ def test_run_attaches_to_an_unchanged_script(script: Path) -> None:
 
 def test_run_says_what_it_needs(script: Path, tmp_path: Path) -> None:
     run = [sys.executable, "-m", "thinwire.run"]
-    assert "either --codec or --plan" in _start([*run, str(script)]).stderr
+    assert "not several of them" in _start([*run, "--codec", "dense", "--plan", "x.json", str(script)]).stderr
     assert "there is no plan" in _start([*run, "--plan", str(tmp_path / "none.json"), str(script)]).stderr
     (tmp_path / "bad.json").write_text(json.dumps({"version": 1}))
     assert "is not a plan" in _start([*run, "--plan", str(tmp_path / "bad.json"), str(script)]).stderr

@@ -33,10 +33,15 @@ def _attach(module: Any, orders: Orders) -> None:
     from .frontends.attach import attach
     from .planner.plan import Plan
 
-    if orders.get("plan"):
-        attach(module, Plan.load(orders["plan"]))
-    else:
-        attach(module, orders.get("codec") or "auto", quality=orders.get("quality") or "high")
+    try:
+        if orders.get("plan"):
+            attach(module, Plan.load(orders["plan"]))
+        else:
+            attach(module, orders.get("codec") or "auto", quality=orders.get("quality") or "high")
+    except ThinwireError as error:
+        if os.environ.get("THINWIRE_DEBUG"):
+            raise
+        sys.exit(f"thinwire.run: error: {error}")  # the script knows nothing of thinwire: its lines would not help
 
 
 def _profile(module: Any, orders: Orders) -> None:
@@ -73,9 +78,14 @@ def main() -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.epilog = (
+        "example: torchrun --nproc-per-node 4 -m thinwire.run --codec 'micro(density=0.01)' train.py --epochs 3"
+    )
     options = parser.parse_args()
     if sum(given is not None for given in (options.codec, options.plan, options.quality)) > 1:
         parser.error("give --codec, --plan or --quality, not several of them")
+    if not options.module and not os.path.isfile(options.script):
+        parser.error(f"there is no script {options.script!r}")
     if options.plan is not None:
         from .planner.plan import Plan
 

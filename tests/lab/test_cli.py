@@ -59,9 +59,10 @@ def test_errors_are_sentences(words: list[str], said: str) -> None:
 
 @needs_namespaces
 @pytest.mark.parametrize("by", ["interrupt", "lab down"])
-def test_up_stays_until_it_is_asked(by: str) -> None:
+def test_up_stays_until_it_is_asked(by: str, tmp_path: Path) -> None:
+    place, end = tmp_path / "up.json", tmp_path / "down.json"
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "up", "--nodes", "2"], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", COMMAND, "up", "--nodes", "2", "--json", str(place)], stderr=subprocess.PIPE, text=True
     )
     try:
         assert process.stderr is not None
@@ -71,10 +72,15 @@ def test_up_stays_until_it_is_asked(by: str) -> None:
             said += line
         assert f"ip netns exec {identity}-n1 bash" in said
         assert left_of(identity)
+        content = json.loads(place.read_text())
+        assert content["summary"]["cluster"] == identity
+        assert [row["node"] for row in content["rows"]] == [0, 1]
+        assert content["rows"][1]["enter"] in said
         if by == "interrupt":
             process.send_signal(signal.SIGINT)
         else:
-            assert identity in thinwire_lab("down").stderr
+            assert identity in thinwire_lab("down", "--json", str(end)).stderr
+            assert identity in {row["cluster"] for row in json.loads(end.read_text())["rows"]}
         assert "gone" in process.communicate(timeout=30)[1]
     finally:
         process.terminate()

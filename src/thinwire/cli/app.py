@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
 from ..version import __version__
 from . import bench, demo, lab
+from .console import DEBUG
+from .doctor import doctor
 from .plan import plan
 from .profile import profile
 from .report import report
@@ -20,7 +23,16 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Train PyTorch models fast over slow networks.",
+    help="""Train PyTorch models fast over slow networks.
+
+    Examples:
+
+    thinwire doctor
+
+    thinwire demo --rate 1gbit
+
+    Exit codes: 0 done, 1 an error that is explained, 2 an option or command that is not understood, 70 a mistake in
+    thinwire itself, 130 Ctrl-C. `lab run` and `profile` hand on that of the job.""",
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
@@ -30,6 +42,7 @@ app.command()(plan)
 app.command()(simulate)
 app.command()(report)
 app.command()(top)
+app.command()(doctor)
 app.command()(selftest)
 
 
@@ -44,5 +57,9 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version.")
     ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show where an error comes from, before the name of the command.")
+    ] = False,
 ) -> None:
-    pass
+    if debug:
+        os.environ[DEBUG] = "1"

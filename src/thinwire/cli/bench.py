@@ -15,7 +15,7 @@ from ..codecs import CODECS, parse
 from ..lab.methods import updates_of
 from ..lab.netns import format_rate
 from ..lab.results import result, write
-from .console import console, errors, failure, output
+from .console import JsonFile, can_be_written, console, errors, failure, output
 from .converge import converge
 
 app = typer.Typer(
@@ -26,8 +26,6 @@ app = typer.Typer(
 )
 
 app.command()(converge)
-
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
 
 
 @app.command()
@@ -119,7 +117,9 @@ def step(
         typer.Option(help="Every DDP with gradient_as_bucket_view, which saves it a copy, or every one without."),
     ] = True,
     json_file: JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw step time over rate to this .svg or .png.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw step time over rate to this .svg or .png.", callback=can_be_written)
+    ] = None,
 ) -> None:
     """Training steps of thinwire's codecs and of what a user would pick instead, over the same emulated links.
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..lab.bench_step import split
 from ..lab.results import result, write
-from .console import console, errors, failure, output
+from .console import JsonFile, console, errors, failure, output
 
 UNFINISHED = 75  # EX_TEMPFAIL: the same command goes on
 
@@ -61,7 +61,7 @@ def converge(
     ] = None,
     target: Annotated[float | None, typer.Option(help="With --rate: the value to reach, as 0.97.")] = None,
     nodes: Annotated[int, typer.Option(help="With --rate: emulated machines.", min=1)] = 2,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    json_file: JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw loss over steps, bytes and time to this .svg or .png.")
     ] = None,

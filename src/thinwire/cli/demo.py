@@ -17,7 +17,7 @@ from ..lab.demo import FEWEST_STEPS, Outcome, train
 from ..lab.results import result, write
 from ..report import page
 from ..report.runs import load
-from .console import console, errors, failure, output
+from .console import JsonFile, console, errors, failure, output
 
 
 def demo(
@@ -30,7 +30,7 @@ def demo(
         Path | None, typer.Option(help="A text to learn; default: the texts of Python's own help.")
     ] = None,
     report: Annotated[Path, typer.Option(help="Write a page about both runs to this file.")] = Path("report.html"),
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Train a small GPT on two emulated machines with a slow link between them, plainly and through thinwire.
 

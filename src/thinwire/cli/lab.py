@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import ThinwireError
 from ..lab.calibrate import Calibration
 from ..lab.cluster import Cluster
 from ..lab.launch import Result
 from ..lab.leftovers import Record, records, remove_dead
 from ..lab.netns import format_rate
 from ..lab.results import result, write
-from .console import console, failure
+from .console import JsonFile, console, errors, failure
 
 app = typer.Typer(
     name="lab",
@@ -35,25 +34,25 @@ Rate = Annotated[str, typer.Option(help="Rate of every link, both directions: 50
 
 
 @app.command()
-def up(nodes: Nodes = 4, rate: Rate = "1gbit") -> None:
+def up(nodes: Nodes = 4, rate: Rate = "1gbit", json_file: JsonFile = None) -> None:
     """Make a cluster and keep it until Ctrl-C or [bold]thinwire lab down[/bold].
 
     Example: thinwire lab up --nodes 4 --rate 1gbit
     """
     try:
-        with Cluster(nodes, rate=rate, about={"kept": True}) as cluster:
+        with errors(), Cluster(nodes, rate=rate, about={"kept": True}) as cluster:
             if cluster.mode == "loopback":
-                raise failure(f"there is nothing to keep up: {cluster.why}")
-            _announce(cluster, cluster.calibrate())
+                raise failure(f"there is nothing to keep up: {cluster.why}; `thinwire doctor` says what would help")
+            calibration = cluster.calibrate()
+            _announce(cluster, calibration)
+            if json_file is not None:
+                write(json_file, _places(cluster, calibration))
             for node in range(nodes):
                 words = shlex.join([*cluster.enter(node), "bash"])
                 console.print(f"node {node}, {cluster.address(node)}:  {escape(words)}", soft_wrap=True)
             console.print("It stays until Ctrl-C here, or `thinwire lab down` elsewhere.")
-            threading.Event().wait()
-    except ThinwireError as error:
-        raise failure(str(error)) from None
-    except KeyboardInterrupt:
-        pass
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
     except SystemExit as leaving:
         if leaving.code != 128 + signal.SIGTERM:  # which is how `lab down` asks
             raise
@@ -71,7 +70,7 @@ def run(
     pin: Annotated[bool, typer.Option(help="One core a rank, or a node, if there are enough.")] = True,
     calibrate: Annotated[bool, typer.Option(help="Measure the links first.")] = True,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the job is ended, with code 124.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Run a command on every rank of a fresh cluster, with RANK, WORLD_SIZE, MASTER_ADDR and so on set.
 
@@ -83,18 +82,13 @@ def run(
 
     thinwire lab run --nodes 2 --ranks-per-node 2 --rate none --json result.json -- python train.py
     """
-    try:
-        with Cluster(nodes, ranks_per_node, rate) as cluster:
-            calibration = cluster.calibrate() if calibrate else None
-            _announce(cluster, calibration)
-            outcome = cluster.run(command, pin=pin, timeout=timeout)
-            _conclude(cluster, outcome)
-            if json_file is not None:
-                write(json_file, _report(cluster, command, calibration, outcome))
-    except (ThinwireError, OSError) as error:
-        raise failure(str(error)) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(128 + signal.SIGINT) from None
+    with errors(), Cluster(nodes, ranks_per_node, rate) as cluster:
+        calibration = cluster.calibrate() if calibrate else None
+        _announce(cluster, calibration)
+        outcome = cluster.run(command, pin=pin, timeout=timeout)
+        _conclude(cluster, outcome)
+        if json_file is not None:
+            write(json_file, _report(cluster, command, calibration, outcome))
     raise typer.Exit(outcome.code)
 
 
@@ -104,6 +98,7 @@ def down(
     everything: Annotated[
         bool, typer.Option("--all", help="Remove what killed programs left; leave those that live alone.")
     ] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """End the clusters that [bold]thinwire lab up[/bold] keeps, or remove those whose program is dead.
 
@@ -113,7 +108,7 @@ def down(
 
     thinwire lab down --all
     """
-    try:
+    with errors():
         if everything:
             removed = remove_dead()
         else:
@@ -122,8 +117,9 @@ def down(
                 raise failure(f"no cluster {cluster!r} is kept by `thinwire lab up`; `thinwire lab down` ends all")
             for record in removed:
                 _ask_to_end(record)
-    except ThinwireError as error:
-        raise failure(str(error)) from None
+        if json_file is not None:
+            rows = [{"cluster": record.identity, "process": record.pid} for record in removed]
+            write(json_file, result("lab down", rows, {"removed": len(rows)}))
     for record in removed:
         console.print(f"removed {record.identity}, of process {record.pid}")
     if not removed:
@@ -186,6 +182,15 @@ def _rows(cluster: Cluster, result: Result) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _places(cluster: Cluster, calibration: Calibration) -> dict[str, Any]:
+    rows = [
+        {"node": node, "address": cluster.address(node), "enter": shlex.join(cluster.enter(node))}
+        for node in range(cluster.nodes)
+    ]
+    shape = {"rate": cluster.rate, "mode": cluster.mode, "shaped": cluster.shaped}
+    return result("lab up", rows, {"cluster": cluster.id, **shape, "calibration": calibration.as_dict()})
 
 
 def _report(cluster: Cluster, command: list[str], calibration: Calibration | None, outcome: Result) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..planner.profile import Profile
 from ..planner.simulation import Outcome, Simulation
 from ..planner.whatif import elsewhere
 from . import planning
-from .console import console, errors, output
+from .console import JsonFile, can_be_written, console, errors, output
 
 
 def plan(
@@ -39,7 +39,7 @@ def plan(
         list[str] | None,
         typer.Option(help="With --model: what may compress; several times for several. Default: dgc."),
     ] = None,
-    density: Annotated[float, typer.Option(help="Share of elements that sparse codecs send.")] = 0.01,
+    density: Annotated[float, typer.Option(help="Share of elements that sparse codecs send.", min=1e-9, max=1)] = 0.01,
     search: Annotated[str, typer.Option(help="espresso, exact or joint; or fp32, all, myopic.")] = "joint",
     cpu: Annotated[bool, typer.Option(help="Codecs may also run on the processor.")] = False,
     max_compressions: Annotated[int, typer.Option(help="How often a tensor is compressed on its way.", min=0)] = 4,
@@ -48,8 +48,8 @@ def plan(
     slack: Annotated[
         float, typer.Option(help="With --profile: how much slower a plan may be that loses less.")
     ] = SLACK,
-    out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this file.", callback=can_be_written)] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Plan a job: which tensors travel together, which are compressed, by which chain, and what a step will take.
 

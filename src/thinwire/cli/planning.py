@@ -12,6 +12,7 @@ from ..planner.costs import GpuCodec
 from ..planner.network import NETWORKS, Network, parse_bytes_per_second
 from ..planner.published import Published
 from ..planner.simulation import Outcome, Simulation, warm_up
+from ..suggest import suggest
 from .console import console
 
 SOURCES = "backward and codecs take what was published for one V100; links follow their formulas"
@@ -35,7 +36,7 @@ def numbers(text: str, what: str = "--nodes") -> list[int]:
 
 def network(name: str, nodes: int, gpus: int, intra: str, inter: str) -> Network:
     if name not in NETWORKS:
-        raise PlanError(f"there is no network {name!r}; there are: {', '.join(NETWORKS)}, or give --intra and --inter")
+        raise PlanError(f"there is no network {name!r}; {suggest(name, NETWORKS)}, or give --intra and --inter")
     chosen = replace(NETWORKS[name], nodes=nodes, gpus=gpus)
     if intra or inter:
         chosen = replace(

@@ -8,25 +8,29 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from ..hooks import VARIABLE
+from ..lab.results import result, write
 from ..planner.profile import Profile
-from .console import console, errors, failure, output
+from .console import JsonFile, can_be_written, console, errors, failure, output
 
 
 def profile(
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND", help="How the job is started: torchrun ... train.py ...")
     ],
-    file: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = Path("profile.json"),
+    file: Annotated[
+        Path, typer.Option("--output", "-o", help="Where to write the profile.", callback=can_be_written)
+    ] = Path("profile.json"),
     budget: Annotated[
         float, typer.Option(help="Seconds for the measurements of links and codecs, after some steps.", min=0.5)
     ] = 15.0,
     rate: Annotated[str, typer.Option(help="What the network is called, for the record.")] = "",
+    json_file: JsonFile = None,
 ) -> None:
     """Watch some steps of a job, measure its links and codecs, write a profile, and end the job.
 
@@ -39,8 +43,6 @@ def profile(
         raise failure(f"there is no command {command[0]!r}")
     path = file.resolve()
     with errors():
-        if not path.parent.is_dir():
-            raise failure(f"there is no directory {str(path.parent)!r} to write {path.name!r} to")
         before = path.stat().st_mtime_ns if path.exists() else None
         orders = {"do": "profile", "file": str(path), "budget": budget, "rate": rate}
         inject = str(Path(__file__).parent.parent / "injected")
@@ -54,9 +56,40 @@ def profile(
                 f"the command ended with code {code} before a profile was written; it takes a script that trains a "
                 "DistributedDataParallel for at least six steps"
             )
-        _show(Profile.load(path))
+        found = Profile.load(path)
+        _show(found)
+        if json_file is not None:
+            write(json_file, result("profile", *_rows(found)))
     if code:
         sys.exit(code)
+
+
+def _rows(profile: Profile) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Links and codecs, a line each, and the step."""
+    rows: list[dict[str, Any]] = [
+        {
+            "collective": link.collective,
+            "scope": link.scope,
+            "latency_seconds": link.line(0),
+            "seconds_per_byte": link.line.slope,
+            "error": link.line.error,
+        }
+        for link in profile.links
+    ]
+    rows += [
+        {
+            "codec": cost.codec,
+            "chain": cost.chain,
+            "seconds_per_element": cost.encode.slope
+            + cost.decode.slope
+            + sum(round_.work.slope for round_ in cost.rounds),
+            "bytes_per_element": sum(round_.bytes.slope for round_ in cost.rounds),
+            "loss": cost.loss,
+        }
+        for cost in profile.codecs
+    ]
+    times = {name: getattr(profile, name) for name in ("forward", "backward", "optimizer", "native_seconds")}
+    return rows, {"model": profile.model, "tensors": len(profile.tensors), "ranks": profile.cluster.world, **times}
 
 
 def _show(profile: Profile) -> None:

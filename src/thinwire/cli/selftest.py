@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from .console import errors, failure, output
+from .console import JsonFile, errors, failure, output
 
 if TYPE_CHECKING:
     from ..lab.selftest import Outcome
@@ -24,11 +24,13 @@ def selftest(
         str | None,
         typer.Option(help="Of torch.distributed; default: gloo, and NCCL beside it where there is CUDA."),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Check thinwire on this machine, backend and network, in about a minute: laws, order, errors, roll-back, resume.
 
-    Starts two ranks here, or, under torchrun, uses those that there are:
+    Starts two ranks here, or, under torchrun, uses those that there are.
+
+    Examples:
 
     thinwire selftest
 

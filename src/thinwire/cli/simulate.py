@@ -18,8 +18,9 @@ from ..planner.network import NETWORKS, parse_bytes_per_second
 from ..planner.profile import Profile
 from ..planner.simulation import Simulation
 from ..planner.whatif import elsewhere
+from ..suggest import suggest
 from . import planning
-from .console import console, errors, output
+from .console import JsonFile, can_be_written, console, errors, output
 from .plan import measured_row
 
 
@@ -37,13 +38,15 @@ def simulate(
     codec: Annotated[
         list[str] | None, typer.Option(help="What may compress, one run each; a+b: either of two. Default: dgc.")
     ] = None,
-    density: Annotated[float, typer.Option(help="Share of elements that sparse codecs send.")] = 0.01,
+    density: Annotated[float, typer.Option(help="Share of elements that sparse codecs send.", min=1e-9, max=1)] = 0.01,
     search: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(Simulation.SEARCHES),
     cpu: Annotated[bool, typer.Option(help="Codecs may also run on the processor.")] = False,
     max_compressions: Annotated[int, typer.Option(help="How often a tensor is compressed on its way.", min=0)] = 4,
     forward: Annotated[float, typer.Option(help=planning.FORWARD_HELP, min=0)] = 0.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw step time over nodes to this .svg or .png.")] = None,
+    json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw step time over nodes to this .svg or .png.", callback=can_be_written)
+    ] = None,
 ) -> None:
     """What a step would take on another cluster, by every search, and how far that is from no communication at all.
 
@@ -63,7 +66,7 @@ def simulate(
             searches = [name.strip() for name in search.split(",")]
             for name in searches:
                 if name not in Simulation.SEARCHES:
-                    raise PlanError(f"there is no search {name!r}; there are: {', '.join(Simulation.SEARCHES)}")
+                    raise PlanError(f"there is no search {name!r}; {suggest(name, Simulation.SEARCHES)}")
             runs = [
                 (data.model(name), name, planning.network(net.strip(), size, gpus, intra, inter), text)
                 for text in codec or ["dgc"]

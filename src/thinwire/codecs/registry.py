@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 
 from ..errors import CodecTextError
+from ..suggest import suggest
 from .adacomp import AdaComp
 from .base import Codec
 from .cast import Cast
@@ -85,9 +85,7 @@ def parse(text: str) -> Codec:
         raise CodecTextError(f"{text!r} is not a codec: expected a name with arguments, as in 'topk(density=0.01)'")
     kind = CODECS.get(call.func.id)
     if kind is None:
-        close = difflib.get_close_matches(call.func.id, CODECS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise CodecTextError(f"{text!r}: there is no codec {call.func.id!r}; {hint}known: {', '.join(sorted(CODECS))}")
+        raise CodecTextError(f"{text!r}: there is no codec {call.func.id!r}; {suggest(call.func.id, sorted(CODECS))}")
     # As the constructor has them: fields that can only be given by name come last.
     names = [
         field.name for field in sorted(dataclasses.fields(kind), key=lambda field: field.kw_only is True) if field.init

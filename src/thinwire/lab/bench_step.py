@@ -134,7 +134,9 @@ def sizes_of(text: str) -> list[float]:
 def check(options: Options) -> None:
     """Refuse what no worker could run, before there is a cluster."""
     from ..schemes.chain import choose
+    from .workloads import check as check_workload
 
+    check_workload(options.workload)
     for rate in options.rates:
         parse_rate(rate)
     if len(set(options.methods)) != len(options.methods):

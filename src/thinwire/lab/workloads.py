@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..suggest import suggest
 from .netns import LabError
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
@@ -61,13 +62,17 @@ class Workload:
 
 def load(name: str, data: str | Path | None = None, batch_size: int | None = None, seed: int = 0) -> Workload:
     """One of "gpt", "gpt-small", "vgg", "resnet", "lstm"; `data` is a text file for the GPTs (bytes) and lstm (words)."""
-    if name not in _WORKLOADS:
-        raise LabError(f"workload {name!r} does not exist: choose one of {', '.join(_WORKLOADS)}")
+    check(name)
     build, source, size = _WORKLOADS[name]
     if data is not None and source is not _words and source is not _bytes:
         raise LabError(f"workload {name!r} has generated images and reads no file: leave {str(data)!r} out")
     path = None if data is None else Path(data)
     return Workload(name, build, source(path, batch_size or size, seed), seed)
+
+
+def check(name: str) -> None:
+    if name not in _WORKLOADS:
+        raise LabError(f"there is no workload {name!r}; {suggest(name, _WORKLOADS)}")
 
 
 # Text.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import PlanError
+from ..suggest import suggest
 from . import pareto, recurrence, timeline
 from .costs import Floats, GpuCodec, Ints, durations
 from .network import Network
@@ -80,7 +81,7 @@ class Simulation:
             "joint": self._joint,
         }
         if name not in searches:
-            raise PlanError(f"there is no search {name!r}; there are: {', '.join(searches)}")
+            raise PlanError(f"there is no search {name!r}; {suggest(name, searches)}")
         start, worked = time.perf_counter(), time.thread_time()
         groups, proven = searches[name]()
         spent, worked = time.perf_counter() - start, time.thread_time() - worked

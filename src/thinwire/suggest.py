@@ -1,0 +1,13 @@
+"""What somebody may have meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that there is not: `did you mean 'gpt'? known: gpt, vgg`."""
+    names = list(known)
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}"
