@@ -71,7 +71,7 @@ def test_text_from_a_file(name: str, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(LabError, match="'bert' does not exist: choose one of gpt, gpt-small, vgg, resnet, lstm"):
+    with pytest.raises(LabError, match="no workload 'bert'; known: gpt, gpt-small, vgg, resnet, lstm"):
         load("bert")
     with pytest.raises(LabError, match="reads no file"):
         load("vgg", data="photos")

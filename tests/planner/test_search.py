@@ -185,5 +185,5 @@ def test_one_rank_has_nothing_to_exchange():
 
 
 def test_a_search_that_does_not_exist_is_named():
-    with pytest.raises(PlanError, match="no search 'best'; there are: fp32"):
+    with pytest.raises(PlanError, match="no search 'best'; known: fp32"):
         Simulation("random", model(random.Random(1), 1), [DGC], NETWORKS["pcie-25g"]).search("best")
