@@ -55,3 +55,43 @@ def test_detached_example(tmp_path: Path) -> None:
     assert all((row["lr"], row["ratio"], row["workers"]) == (0.1, 16.0, 8) for row in rows.values())
     assert rows[0.3]["loss"] < rows[0.0]["loss"]
     assert done.stdout.count("\n") == 5
+
+
+def _run(tmp_path: Path, ranks: int, *words: str) -> str:
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / words[0]), *words[1:]],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_mnist_example(tmp_path: Path) -> None:
+    said = _run(tmp_path, 2, "mnist.py", "--epochs", "2", "--codec", "adacomp")
+    assert float(said.split("accuracy ")[-1].split(",")[0]) > 0.9
+
+
+def test_cifar_example(tmp_path: Path) -> None:
+    said = _run(tmp_path, 2, "cifar.py", "--epochs", "2")
+    assert float(said.split("accuracy ")[-1].split(",")[0]) > 0.5
+
+
+def test_gpt_example(tmp_path: Path) -> None:
+    said = _run(tmp_path, 2, "gpt.py", "--steps", "60", "--log", str(tmp_path / "run"))
+    losses = [float(line.split(": ")[1].split(" nats")[0]) for line in said.splitlines()]
+    assert losses[-1] < losses[0]
+    assert len(list((tmp_path / "run").glob("*.jsonl"))) == 2
+
+
+def test_own_codec_example(tmp_path: Path) -> None:
+    lines = [line.replace(",", "").split() for line in _run(tmp_path, 1, "own_codec.py").splitlines()]
+    rows = {line[0]: (float(line[2]), float(line[3])) for line in lines}
+    assert rows["loud(times=2)"][1] < rows["dense"][1] / 5
+    assert rows["loud(times=2)"][0] < 0.01
