@@ -1,4 +1,4 @@
-"""Characters with a small GPT: torchrun --standalone --nproc-per-node 2 examples/gpt.py --data shakespeare.txt --log run
+"""Characters with a small GPT: torchrun --standalone --nproc-per-node 2 examples/gpt.py --data shakespeare.txt --journal run
 
 Any text will do; without one it learns the texts of Python's own help. `thinwire top run` shows it while it trains,
 `thinwire report run` makes a page of it.
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--codec", default="auto")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="pieces of text of each rank in a step")
-    parser.add_argument("--log", default=None, help="a folder for the journals of this run")
+    parser.add_argument("--journal", default=None, help="a folder for what thinwire writes down of every step")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -52,8 +52,8 @@ def main() -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(GPT(len(alphabet)))
     wire = thinwire.attach(ddp, options.codec)
-    if options.log is not None:
-        wire.log_to(options.log)
+    if options.journal is not None:
+        wire.log_to(options.journal)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(rank)
     for step in range(options.steps):

@@ -84,7 +84,7 @@ def test_cifar_example(tmp_path: Path) -> None:
 
 
 def test_gpt_example(tmp_path: Path) -> None:
-    said = _run(tmp_path, 2, "gpt.py", "--steps", "60", "--log", str(tmp_path / "run"))
+    said = _run(tmp_path, 2, "gpt.py", "--steps", "60", "--journal", str(tmp_path / "run"))
     losses = [float(line.split(": ")[1].split(" nats")[0]) for line in said.splitlines()]
     assert losses[-1] < losses[0]
     assert len(list((tmp_path / "run").glob("*.jsonl"))) == 2
