@@ -197,3 +197,23 @@ def _refused(options: dict[str, Any]) -> None:
 def test_what_cannot_be(options: dict[str, Any], words: str) -> None:
     with pytest.raises(RankError, match=words):
         run(2, _refused, options)
+
+
+def _by_hand() -> tuple[str, str, float]:
+    """Whoever holds an auto wire may still choose: also before there is a hook."""
+    ddp = wrapped()
+    wire = thinwire.attach(ddp, plan_file="")
+    assert isinstance(wire, AutoWire)
+    optimizer, ledger = torch.optim.SGD(ddp.parameters(), lr=0.05), Ledger(ddp)
+    train(ddp, optimizer, range(3), each=lambda step: ledger.close_step())
+    wire.change("topk(density=0.1)")
+    train(ddp, optimizer, range(3, 20), each=lambda step: ledger.close_step())
+    return wire.explain(), digest(ddp), ledger.balance(wire)
+
+
+def test_a_change_by_hand_is_not_decided_away() -> None:
+    first, second = run(2, _by_hand)
+    assert first[1] == second[1]
+    assert "changed by hand to topk(density=0.1)" in first[0]
+    assert first[0].endswith("now: topk(density=0.1)")
+    assert first[2] <= 1e-5

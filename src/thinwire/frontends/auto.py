@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..codecs import Codec
 from ..engine.agree import compile_kernels
 from ..engine.method import Method
 from ..engine.pipeline import WORK
@@ -257,7 +258,7 @@ class AutoWire(DDPWire):
 
     def _give_up(self, reason: str) -> None:
         method = self.method
-        self.change("dense", keep=False)
+        super().change("dense", keep=False)
         self._dog.forget()
         self._decide(
             f"{method} is given up, and what it held back is dropped: {reason}; gradients travel dense", loud=True
@@ -361,7 +362,7 @@ class AutoWire(DDPWire):
         """To another way; a hook is registered when it is needed for the first time."""
         new = Method.of(method)
         compile_kernels(self._parent, new)
-        self.change(method)
+        super().change(method)
         self._dog.forget()
         if not new.direct:
             self.hook()
@@ -377,8 +378,8 @@ class AutoWire(DDPWire):
         if self.world.members[0] == 0:
             try:
                 box[0] = make()
-            except ThinwireError as error:
-                box[0] = error
+            except Exception as error:  # the others wait to hear of it
+                box[0] = error if isinstance(error, ThinwireError) else PlanError(f"{type(error).__name__}: {error}")
         dist.broadcast_object_list(box, group=self._parent, group_src=0)
         if isinstance(box[0], ThinwireError):
             raise box[0]
@@ -398,6 +399,15 @@ class AutoWire(DDPWire):
     def _went(self, names: tuple[str, ...], buffer: Tensor) -> None:
         if self.runner is not None:
             self._dog.went(names, buffer, self.runner.members[0].scale)
+
+    def change(self, codec: Codec | str | Plan, chain: str | None = None, *, keep: bool = True) -> None:
+        """As of any wire; nothing is decided any more after it."""
+        super().change(codec, chain, keep=keep)
+        self._dog.forget()
+        if not self.method.direct:
+            self.hook()
+        self._rest(_nothing)
+        self._decide(f"changed by hand to {self.method.full}: nothing further is measured or decided")
 
     # -- what a wire without a hook must do otherwise ------------------------------------------------------------------
 
@@ -429,7 +439,7 @@ class AutoWire(DDPWire):
         each = self.world.ranks_per_node or 1
         tensors = [TensorProfile(t.name, t.elements, t.kind, t.dtype, 0.0, t.shape) for t in self.tensors]
         mark = fingerprint(tensors, Cluster(self.world.size // each, each))
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
         return cache / "thinwire" / "plans" / f"{mark}-{self.quality}.json"
 
     def _saved_plan(self) -> Plan | None:
@@ -467,7 +477,7 @@ class AutoWire(DDPWire):
             if self._profile is not None:
                 self._profile.save(_profile_beside(self._file))
             plan.save(self._file)
-        except (OSError, PlanError) as error:
+        except (OSError, ThinwireError) as error:  # rank 0 alone gets here: it must go on as the others do
             self._decide(f"the plan could not be kept for the next run: {error}")
 
     # -- words ---------------------------------------------------------------------------------------------------------
@@ -507,4 +517,4 @@ def _profile_beside(plan: Path) -> Path:
 
 
 def _nothing() -> None:
-    """After an alarm nothing is tried again."""
+    """After an alarm, or a change by hand, nothing is tried again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..engine.recorder import Recorder
+from ..profiler.watch import tensors_of
 
 
 class Marks:
@@ -40,7 +40,7 @@ class Marks:
     def _forward_ends(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if torch.is_grad_enabled() and self._recorder.tracing:
             self._recorder.mark("loss")
-            for tensor in _tensors(outputs):
+            for tensor in tensors_of(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward)  # type: ignore[no-untyped-call]
 
@@ -54,15 +54,3 @@ class Marks:
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._recorder.mark("between steps")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in what a module returns."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)

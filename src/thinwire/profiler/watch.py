@@ -124,7 +124,7 @@ class Watch:
 
     def _forward_ends(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._step is not None:
-            for tensor in _tensors(outputs):
+            for tensor in tensors_of(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
@@ -170,16 +170,16 @@ class Watch:
         self._on_step()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
     """All tensors in what a module returns."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for part in value.values():
-            yield from _tensors(part)
+            yield from tensors_of(part)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_of(part)
     elif hasattr(value, "__dataclass_fields__"):
         for name in value.__dataclass_fields__:
-            yield from _tensors(getattr(value, name))
+            yield from tensors_of(getattr(value, name))
