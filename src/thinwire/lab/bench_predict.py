@@ -7,9 +7,7 @@ comes from the plans. All plans live in the same processes and take turns, round
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import queue
 import random
 import statistics
 import sys
@@ -25,6 +23,7 @@ from ..planner.predict import predict
 from ..planner.profile import Profile
 from .cluster import Cluster
 from .netns import LabError, format_rate, parse_rate
+from .news import follow
 from .workloads import load
 
 DRAWN = 300
@@ -148,23 +147,7 @@ def run(options: Options, watcher: Watcher) -> Run:
 
 
 def _run_job(cluster: Cluster, options: Options, phase: Phase, watcher: Watcher) -> None:
-    news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    noise: list[str] = []
-
-    def read(rank: int, line: str) -> None:
-        try:
-            news.put(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            noise.append(f"[{rank}] {line}")
-
-    job = cluster.start(_command(options, phase.rate), on_line=read)
-    while True:
-        try:
-            item = news.get(timeout=0.2)
-        except queue.Empty:
-            if job.running:
-                continue
-            break
+    def hear(item: dict[str, Any]) -> None:
         if "profile" in item:
             phase.profile = msgspec.json.decode(item["profile"], type=Profile)
             watcher.tell(f"profile at {phase.rate} taken")
@@ -175,10 +158,8 @@ def _run_job(cluster: Cluster, options: Options, phase: Phase, watcher: Watcher)
         elif "seconds" in item:
             phase.seconds.setdefault(item["contestant"], []).extend(item["seconds"])
             watcher.visits(1)
-    result = job.wait()
-    if result.code:
-        raise LabError("\n".join([f"the benchmark's job ended with code {result.code}:", *noise[-30:]]))
-    phase.pinned = result.pinned
+
+    phase.pinned = follow(cluster, _command(options, phase.rate), hear)
 
 
 def _command(options: Options, rate: str) -> list[str]:

@@ -7,7 +7,6 @@ forward, backward and optimizer; the slowest rank counts. Bytes are what the int
 from __future__ import annotations
 
 import json
-import queue
 import random
 import statistics
 import sys
@@ -20,6 +19,7 @@ from ..errors import ThinwireError
 from .cluster import Cluster
 from .methods import EXAMPLE, updates_of
 from .netns import LabError, format_rate, parse_rate
+from .news import follow
 
 PACKET_OVERHEAD = 66  # Ethernet 14, IPv4 20, TCP 20 with its time stamps 12
 CEILING, BASE, SILENT, AUTO = "none", "fp32", "noop", "auto"
@@ -181,36 +181,20 @@ def run(nodes: int, options: Options, watcher: Watcher) -> Run:
 
 def _run_job(cluster: Cluster, options: Options, outcome: Run, watcher: Watcher) -> None:
     """All methods at the present rate."""
-    news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    noise: list[str] = []
+    phase = outcome.phases[-1]
 
-    def read(rank: int, line: str) -> None:
-        try:
-            news.put(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            noise.append(f"[{rank}] {line}")
-
-    job = cluster.start(_command(options), on_line=read)
-    while True:
-        try:
-            item = news.get(timeout=0.2)
-        except queue.Empty:
-            if job.running:
-                continue
-            break
+    def hear(item: dict[str, Any]) -> None:
         if "warm" in item:
             watcher.visits(1)
         elif "seconds" in item:
-            outcome.phases[-1].visits.setdefault(options.methods[item.pop("method")], []).append(Visit(**item))
+            phase.visits.setdefault(options.methods[item.pop("method")], []).append(Visit(**item))
             watcher.visits(1)
         elif "explained" in item:
-            outcome.phases[-1].explained[options.methods[item["method"]]] = item["explained"]
+            phase.explained[options.methods[item["method"]]] = item["explained"]
         elif "peak_memory_bytes" in item:
             outcome.peak_memory_bytes = max(outcome.peak_memory_bytes, item["peak_memory_bytes"])
-    result = job.wait()
-    if result.code:
-        raise LabError("\n".join([f"the benchmark's job ended with code {result.code}:", *noise[-30:]]))
-    outcome.pinned = result.pinned
+
+    outcome.pinned = follow(cluster, _command(options), hear)
 
 
 def _command(options: Options) -> list[str]:
