@@ -59,8 +59,8 @@ def job(way: str, codec: str, timeout: timedelta | None) -> tuple[Callable[[rang
 
 def threads_left(wires: Sequence[Wire]) -> int:
     """Threads of closed wires that do not end by themselves."""
-    threads = [wire.runner._thread for wire in wires if wire.runner is not None and wire.error is not None]
-    mine = [thread for thread in threads if thread is not None]
+    seats = [wire._seat for wire in wires if wire.error is not None]
+    mine = [seat.thread for seat in seats if seat is not None]
     for thread in mine:
         thread.join(timeout=10)
     return sum(thread.is_alive() for thread in mine)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests.models import batch, digest, mlp, wrapped
 from tests.ranks import run
-from thinwire.profiler.watch import Watch
+from thinwire.profiler.links import Beside
+from thinwire.profiler.watch import Compute, Watch
 
 
 def _loop(model: nn.Module, steps: int, watch: Watch | None = None) -> list[Tensor]:
@@ -113,3 +114,14 @@ def test_own_gradients_of_passes_that_are_exchanged() -> None:
     first, second = run(2, _accumulated)
     assert first[:2] == (3, 1)
     assert first[2] == second[2]
+
+
+def test_what_collectives_added_is_taken_off() -> None:
+    # 1 s of backward, then a bucket of which the collective takes a second: the thread works at half its speed and is
+    # charged for a tenth more than it does.
+    seen = Compute(0.1, 2.2, 0.1, 3.0, {"c": 1.0, "b": 1.55, "a": 2.2})
+    sizes = {"a": 8, "b": 8, "c": 8}
+    found = seen.undisturbed(sizes, [8, 16], lambda size: size / 8, Beside(0.5, 0.0, 1.1))
+    assert found.ready == pytest.approx({"c": 1.0, "b": 1.5, "a": 2.15})  # "b" is ready when the collective ends
+    assert found.backward == pytest.approx(2.15)
+    assert seen.undisturbed(sizes, [], lambda size: size, Beside(0.5, 0.0, 1.1)) == seen

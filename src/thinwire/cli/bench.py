@@ -192,7 +192,7 @@ def predict(
     rounds: Annotated[int, typer.Option(help="How often every plan is visited at each rate.", min=1)] = 3,
     steps_per_round: Annotated[int, typer.Option(help="Steps of a visit.", min=1)] = 2,
     warm_up: Annotated[int, typer.Option(help="Steps of every plan before the first that is measured.", min=4)] = 8,
-    budget: Annotated[float, typer.Option(help="Seconds for the measurements of a profile.", min=1)] = 12.0,
+    budget: Annotated[float, typer.Option(help="Seconds for the measurements of a profile.", min=1)] = 40.0,
     seed: Annotated[int, typer.Option(help="Of the random plans.")] = 0,
     json_file: JsonFile = None,
 ) -> None:

@@ -93,17 +93,18 @@ class Runner:
         )
         self._lock = threading.Lock()
         self._open: list[_Arrival] = []
-        self._thread: threading.Thread | None = None
+        self._seat: Seat | None = None
+        self._left = threading.Event()
         self._compared = not isinstance(world, TorchWorld)
 
-    def start_thread(self) -> None:
-        """From now on exchanges run in a thread of their own."""
-        self._thread = threading.Thread(target=_serve, args=(weakref.ref(self),), name="thinwire", daemon=True)
-        self._thread.start()
+    def take(self, seat: Seat) -> None:
+        """From now on exchanges run in this thread."""
+        self._seat = seat
+        seat.give(self)
 
     @property
     def threaded(self) -> bool:
-        return self._thread is not None
+        return self._seat is not None
 
     @property
     def busy(self) -> bool:
@@ -122,7 +123,7 @@ class Runner:
                 raise WireClosed(f"this wire is closed: {self.error}") from self.error
             self._open.append(arrival)
         self._inbox.put(arrival)
-        if self._thread is None:
+        if self._seat is None:
             self.work()
 
     def _compare(self) -> None:
@@ -148,16 +149,16 @@ class Runner:
                     self._tell()
         except BaseException as error:
             self.close(error)
-            if self._thread is None:
+            if self._seat is None:
                 raise
 
     def stop(self) -> None:
-        """End the thread; the world stays open, for another runner. What still waits is left to the end of the process."""
+        """Leave the thread and the world to another runner. What still waits is left to the end of the process."""
         with self._lock:
             self.error = self.error or WireClosed("it was stopped")
         self._inbox.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+        if self._seat is not None and self._seat.thread is not threading.current_thread():
+            self._left.wait(timeout=5.0)
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop for good; everything that waits fails with `error`. May be called from any thread, and twice."""
@@ -170,8 +171,8 @@ class Runner:
             arrival.done(self.error)
         self._inbox.put(None)
         self.world.close()  # last: it may have to wait for a collective that a peer never joins
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+        if self._seat is not None:
+            self._seat.close()
         if self._recorder is not None:
             self._recorder.closed(self._number(), self.error)
 
@@ -242,11 +243,38 @@ def _waker(runner: weakref.ref[Runner]) -> Callable[[], None]:
     return wake
 
 
+class Seat:
+    """The exchange thread of a wire. One runner follows another in it: every new thread costs memory that stays."""
+
+    def __init__(self) -> None:
+        self._runners: queue.SimpleQueue[weakref.ref[Runner] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_sit, args=(self._runners,), name="thinwire", daemon=True)
+        self.thread.start()
+
+    def give(self, runner: Runner) -> None:
+        """To a runner, when the one before has stopped."""
+        self._runners.put(weakref.ref(runner))
+
+    def close(self) -> None:
+        """End the thread after the runner that sits there, which has been stopped."""
+        self._runners.put(None)
+        if self.thread is not threading.current_thread():
+            self.thread.join(timeout=5.0)
+
+
+def _sit(runners: queue.SimpleQueue[weakref.ref[Runner] | None]) -> None:
+    for reference in iter(runners.get, None):
+        _serve(reference)
+
+
 def _serve(reference: weakref.ref[Runner]) -> None:
-    """The exchange thread. It lets go of the runner after every slice, so that a forgotten wire ends by itself."""
+    """It lets go of the runner after every slice, so that a forgotten wire ends by itself."""
     while True:
         runner = reference()
-        if runner is None or runner.error is not None:
+        if runner is None:
+            return
+        if runner.error is not None:
+            runner._left.set()
             return
         runner.work(SLICE_SECONDS)
         del runner

@@ -24,7 +24,7 @@ from .checkpoint import Checkpoint
 from .layout import Exclude, Layout, TensorInfo
 from .method import Method
 from .recorder import Recorder, make_sink
-from .runner import Runner
+from .runner import Runner, Seat
 
 
 class Wire(Checkpoint):
@@ -53,6 +53,7 @@ class Wire(Checkpoint):
         self._direct_steps = self._direct_skipped = self._direct_void = 0
         self._went_direct = False
         self._lock = threading.Lock()
+        self._seat: Seat | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._recorder = Recorder(world.members[0], world.size, world.ranks_per_node)
         interrupt.watch(self)
@@ -94,9 +95,10 @@ class Wire(Checkpoint):
         if self._finalizer is not None:
             self._finalizer.detach()  # it would keep the residuals of the old runner
         if isinstance(self.world, TorchWorld):
-            runner.start_thread()
+            self._seat = self._seat or Seat()
+            runner.take(self._seat)
             # When the wire is forgotten, and before the interpreter goes down under a thread that still runs.
-            self._finalizer = weakref.finalize(self, runner.stop)
+            self._finalizer = weakref.finalize(self, _leave, runner, self._seat)
         self.runner = runner
         self._tell_layout()
         return runner
@@ -367,3 +369,8 @@ def _counter(reference: weakref.ref[Wire]) -> Callable[[], int]:
         return wire.steps if wire is not None else 0
 
     return count
+
+
+def _leave(runner: Runner, seat: Seat) -> None:
+    runner.stop()
+    seat.close()

@@ -10,8 +10,6 @@ whatever decides is the mean over all of them. Only the search for another plan 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,10 +34,10 @@ from ..planner.again import Choice, Search, best, is_dense, left_to_ddp, millise
 from ..planner.choose import by_buckets
 from ..planner.drift import Cusum
 from ..planner.plan import Plan, Quality
-from ..planner.profile import Cluster, Profile, fingerprint
-from ..planner.profile import Tensor as TensorProfile
+from ..planner.profile import Cluster, Profile
 from ..profiler.links import measure as measure_links
 from ..schemes.world import TorchWorld
+from . import kept
 from .ddp import DDPWire, parameters_of
 from .profile import Profiling
 
@@ -437,30 +435,16 @@ class AutoWire(DDPWire):
         if given is not None:
             return Path(given) if str(given) else None
         each = self.world.ranks_per_node or 1
-        tensors = [TensorProfile(t.name, t.elements, t.kind, t.dtype, 0.0, t.shape) for t in self.tensors]
-        mark = fingerprint(tensors, Cluster(self.world.size // each, each))
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-        return cache / "thinwire" / "plans" / f"{mark}-{self.quality}.json"
+        return kept.place(self.tensors, Cluster(self.world.size // each, each), self.quality)
 
     def _saved_plan(self) -> Plan | None:
         """The plan in rank 0's file, on all ranks, if there is one and it fits."""
 
-        def load() -> tuple[Plan, Profile | None] | str | None:
-            if self._file is None or not self._file.exists():
-                return None
-            try:
-                plan = Plan.load(self._file)
-                Method.of(plan).check(self.tensors, self.world.size, self.world.ranks_per_node)
-            except ThinwireError as error:
-                return f"{self._file} is not used: {error}"
-            if plan.quality != self.quality:
-                return f"{self._file} is not used: it was made for quality {plan.quality!r}"
-            with contextlib.suppress(ThinwireError):
-                profile = Profile.load(_profile_beside(self._file))
-                return plan, profile if profile.fingerprint == plan.fingerprint else None
-            return plan, None
+        def check(plan: Plan) -> None:
+            Method.of(plan).check(self.tensors, self.world.size, self.world.ranks_per_node)
 
-        found = self._from_rank_0(load)
+        file = self._file
+        found = self._from_rank_0(lambda: None if file is None else kept.load(file, self.quality, check))
         if isinstance(found, str):
             self._decide(found)
         if not isinstance(found, tuple):
@@ -473,10 +457,7 @@ class AutoWire(DDPWire):
         if self._file is None or self.world.members[0] != 0:
             return
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            if self._profile is not None:
-                self._profile.save(_profile_beside(self._file))
-            plan.save(self._file)
+            kept.save(self._file, plan, self._profile)
         except (OSError, ThinwireError) as error:  # rank 0 alone gets here: it must go on as the others do
             self._decide(f"the plan could not be kept for the next run: {error}")
 
@@ -509,11 +490,6 @@ class AutoWire(DDPWire):
         if self._profiling is not None:
             self._profiling.close()
         super().close()
-
-
-def _profile_beside(plan: Path) -> Path:
-    """The profile from which a saved plan was made: what is needed to plan again."""
-    return plan.with_suffix(".profile.json")
 
 
 def _nothing() -> None:

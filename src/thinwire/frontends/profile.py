@@ -48,16 +48,19 @@ class Profiling:
 
     def borders(self, profile: Profile) -> list[int]:
         """Where DDP's buckets end, as places in the order of the profile's tensors; see `planner.choose`."""
-        said = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        sizes = [int(size) for size in str(said.get("rebuilt_bucket_sizes") or said["bucket_sizes"]).split(",")]
         width = {name: parameter.element_size() for name, parameter in self._named.items()}
-        ends, size, waiting = [], 0, sizes.copy()
+        ends, size, waiting = [], 0, self._buckets()
         for place, tensor in enumerate(profile.tensors, start=1):
             size += tensor.elements * width[tensor.name]
             if waiting and size >= waiting[0]:
                 size -= waiting.pop(0)
                 ends.append(place)
         return ends
+
+    def _buckets(self) -> list[int]:
+        """Bytes of DDP's buckets, in the order in which they are exchanged."""
+        said = self.module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        return [int(size) for size in str(said.get("rebuilt_bucket_sizes") or said["bucket_sizes"]).split(",")]
 
     def measure(
         self, *, candidates: Sequence[str] | None = None, budget: float = 15.0, model: str = "", rate: str = ""
@@ -89,6 +92,7 @@ class Profiling:
                 candidates=candidates,
                 budget=budget,
                 rate=rate,
+                buckets=self._buckets(),
             )
             dist.barrier(group=group)  # a peer may still be in the last collective
             return found

@@ -40,7 +40,7 @@ class Options:
     rounds: int = 3
     steps_per_round: int = 2
     warm_up: int = 8
-    budget: float = 12.0
+    budget: float = 40.0
 
 
 @dataclass(frozen=True)

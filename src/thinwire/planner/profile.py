@@ -19,6 +19,8 @@ from ..codecs import parse
 from ..errors import CodecTextError, ProfileError, ThinwireError
 
 VERSION = 1
+LARGE_BYTES = 256 << 10
+"""From here on a message says something about the rate of a link: smaller ones pass in bursts."""
 
 Scope = Literal["flat", "intra", "inter"]
 Collective = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "reduce", "gather"]
@@ -70,7 +72,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     points: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size: float) -> float:
-        """Between points along lines, beyond the last one by the slope of the upper half."""
+        """Between points along lines, beyond the last one at the best rate that was seen, or the slope of the upper half."""
         if len(self.points) < 2:
             return self.line(size)
         place = bisect.bisect_right(self.points, (size, math.inf))
@@ -78,15 +80,24 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self.points[0][1]
         if place == len(self.points):
             (x0, t0), (x1, t1) = self.points[(place - 1) // 2], self.points[-1]
-        else:
-            (x0, t0), (x1, t1) = self.points[place - 1], self.points[place]
+            return t1 + (size - x1) * min(self._at_best, (t1 - t0) / (x1 - x0))
+        (x0, t0), (x1, t1) = self.points[place - 1], self.points[place]
         return t1 + (size - x1) * (t1 - t0) / (x1 - x0)
 
+    @property
+    def _at_best(self) -> float:
+        """Seconds of a byte in a large message that kept the wire busy."""
+        return min((seconds / at for at, seconds in self.points if at >= LARGE_BYTES), default=math.inf)
+
     def parts(self, size: float) -> tuple[float, float]:
-        """Seconds on the wire, one collective after the other, and latency, which passes beside the next one."""
+        """Seconds on the wire, one collective after the other, and latency, which passes beside the next one.
+
+        A collective alone does not keep the wire busy, its ranks wait for each other: others then use what it leaves.
+        """
         total = self.seconds(size)
-        wire = total - self.points[0][1] if len(self.points) > 1 else self.line.slope * size
-        return max(0.0, wire), max(0.0, total - max(0.0, wire))
+        busy = min(total - self.points[0][1], self._at_best * size) if len(self.points) > 1 else self.line.slope * size
+        wire = max(0.0, busy)
+        return wire, max(0.0, total - wire)
 
 
 class Round(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

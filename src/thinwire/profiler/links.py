@@ -19,11 +19,14 @@ from torch import Tensor
 from ..planner import profile
 from ..planner.profile import Link
 from ..schemes.world import Collective, Operation, Place, Scope, TorchWorld
-from .ballast import Ballast
+from .ballast import Ballast, Disturbance
 from .fit import fit
 
 SMALLEST_BYTES, LARGEST_BYTES, SIZES = 64, 16 << 20, 12
-REPETITIONS = 5
+REPETITIONS, FEWEST = 5, 2
+UNEVEN_BYTES, UNEVEN_SECONDS = 64 << 10, 0.003
+"""Ranks of a job do not begin a collective together, and gloo's larger messages depend on it: who begins first fills the
+connection, and what the other has to say, that it is ready to receive, waits behind its own data. Both cases occur."""
 
 OPERATIONS: dict[profile.Collective, Operation] = {
     "all_reduce": "average",
@@ -86,24 +89,31 @@ def _measure_one(
     begun, seconds, repetitions = time.perf_counter(), 0.0, REPETITIONS
     for step in range(SIZES):
         size = _round_up(int(SMALLEST_BYTES * ratio**step), 16 * ranks)
-        times = [_time(world, collective, scope, size, ranks) for _ in range(repetitions)]
-        seconds, spent = agreed(world, statistics.median(times)), agreed(world, time.perf_counter() - begun)
+        late = [None if each % 2 else each // 2 % world.size for each in range(repetitions)]
+        times = [_time(world, collective, scope, size, ranks, rank if size >= UNEVEN_BYTES else None) for rank in late]
+        since_last = torch.tensor(times, dtype=torch.float64)  # the rank that came last waited least
+        dist.all_reduce(since_last, op=dist.ReduceOp.MIN, group=world.parent)
+        seconds = float(since_last.mean() if size >= UNEVEN_BYTES else since_last.median())
+        spent = agreed(world, time.perf_counter() - begun)
         samples.bytes.append(size)
         samples.seconds.append(seconds)
-        # What is left must do for all larger sizes, and each takes `ratio` times as long once the rate rules. The larger ones
-        # say most about that rate: once is better than not at all.
-        repetitions = REPETITIONS if spent < budget * (step + 1) / SIZES and seconds < budget / 40 else 2
+        # What is left must do for all larger sizes, and each takes `ratio` times as long once the rate rules.
+        repetitions = REPETITIONS if spent < budget * (step + 1) / SIZES and seconds < budget / 40 else FEWEST
         if spent + repetitions * ratio * seconds > budget:
-            repetitions = 1
-        if step >= 2 and ratio * seconds > budget:
+            repetitions = 1  # the larger ones say most about the rate: once is better than not at all
+        if step >= 2 and spent + ratio * seconds > budget:
             break
     return samples
 
 
-def _time(world: TorchWorld, collective: profile.Collective, scope: Scope, size: int, ranks: int) -> float:
-    """From the issue of one collective to its end, on ranks that begin together."""
+def _time(
+    world: TorchWorld, collective: profile.Collective, scope: Scope, size: int, ranks: int, late: int | None = None
+) -> float:
+    """From the issue of one collective to its end, on ranks that begin together, or one of them late."""
     part, done = _part(collective, scope, size, ranks, world), threading.Event()
     dist.barrier(group=world.parent)
+    if world.rank == late:
+        time.sleep(UNEVEN_SECONDS)
     begun = time.perf_counter()
     pending = world.issue(0, [part], done.set)
     done.wait()
@@ -132,10 +142,13 @@ class Beside:
 
     share    of the time of a collective that is taken from the computation
     latency  seconds that a small collective takes longer
+    clock    seconds that the computing thread's own clock shows for a second of work: the kernel handles packets in
+             whichever thread it meets, on that thread's account
     """
 
     share: float
     latency: float
+    clock: float = 1.0
 
 
 def beside(world: TorchWorld, samples: Samples, *, budget: float, repetitions: int = 5) -> Beside:
@@ -146,20 +159,23 @@ def beside(world: TorchWorld, samples: Samples, *, budget: float, repetitions: i
     ballast, enough = Ballast(), min(budget / 4 / repetitions, 0.05)
     size = next((size for size, seconds in zip(samples.bytes, samples.seconds, strict=True) if seconds >= enough), 0)
     size = size or samples.bytes[-1]
-    shares: list[float] = []
-    delays: list[float] = []
+    large, small = [], []
     for _ in range(repetitions):
-        passed, taken = _beside(world, ballast, size)
-        shares.append(taken / passed)
-        delays.append(_beside(world, ballast, 4096)[0])
+        large.append(_beside(world, ballast, size))
+        small.append(_beside(world, ballast, 4096))
     alone = [_time(world, "all_gather", "flat", 4096, world.size) for _ in range(repetitions)]
     # The end is seen between two products: half of one is not the collective's.
-    delay = statistics.median(delays) - ballast.seconds / 2 - statistics.median(alone)
-    return Beside(agreed(world, min(1.0, statistics.median(shares))), agreed(world, max(0.0, delay)))
+    delay = statistics.median(each.seconds for each in small) - ballast.seconds / 2 - statistics.median(alone)
+    return Beside(
+        agreed(world, statistics.median(each.taken / each.seconds for each in large)),
+        agreed(world, max(0.0, delay)),
+        agreed(world, statistics.median(each.clock for each in large)),
+    )
 
 
-def _beside(world: TorchWorld, ballast: Ballast, size: int) -> tuple[float, float]:
+def _beside(world: TorchWorld, ballast: Ballast, size: int) -> Disturbance:
     part, under_way = _part("all_gather", "flat", size, world.size, world), []
+    ballast.calibrate()  # other tenants of the machine come and go
     dist.barrier(group=world.parent)
     return ballast.beside(lambda done: under_way.append(world.issue(0, [part], done)))
 

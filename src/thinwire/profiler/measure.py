@@ -62,12 +62,13 @@ def measure(
     candidates: Sequence[str] | None = None,
     budget: float = 15.0,
     rate: str = "",
+    buckets: Sequence[int] = (),
     group_overhead: float = 0.0,
 ) -> Profile:
     """Measure links and codecs for about `budget` seconds, and write down what all ranks found.
 
     tensors are in any order, their `ready` is taken from `compute`; gradients are this rank's own, of several steps; room is
-    how the engine chooses the capacity of messages.
+    how the engine chooses the capacity of messages; buckets, in bytes, are what was exchanged beside the watched steps.
     """
     begun = time.perf_counter()
     order = {name: place for place, name in enumerate(compute.ready)}
@@ -91,6 +92,10 @@ def measure(
         tensor.name: sum(float(step[tensor.name].float().square().sum()) for step in gradients) / len(gradients)
         for tensor in tensors
     }
+    if not alone:
+        sizes = {tensor.name: 4 * tensor.elements for tensor in tensors}
+        seconds = next(link for link in found if (link.collective, link.scope) == ("all_reduce", "flat")).seconds
+        compute = compute.undisturbed(sizes, buckets, seconds, besides)
     mine = Own(compute, measured, energy, _codec_contention())
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, mine, group=world.parent)
@@ -173,6 +178,6 @@ def _codec_contention(rounds: int = 5) -> float:
         work()
     alone = (time.perf_counter() - begun) / rounds
     taken = [
-        ballast.beside(lambda done: threading.Thread(target=work, args=(done,)).start())[1] for _ in range(rounds)
+        ballast.beside(lambda done: threading.Thread(target=work, args=(done,)).start()).taken for _ in range(rounds)
     ]
     return min(1.0, sorted(taken)[rounds // 2] / alone)

@@ -1,7 +1,7 @@
 """When each gradient of a step is ready, and what else a step takes. Watches a training loop without changing it.
 
-Ready times are taken on the clock of the thread that runs backward: it stands still while another thread has the core, so
-DDP's own collectives beside it do not count.
+Ready times are taken on the clock of the thread that runs backward: it stands still while another thread has the core. What
+DDP's own collectives still add to it is taken off afterwards; see `Compute.undisturbed`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .links import Beside
 
 
 @dataclass
@@ -39,6 +41,34 @@ class Compute:
     wall: float
     ready: dict[str, float]
     """In the order in which backward makes gradients ready."""
+
+    def undisturbed(
+        self, sizes: Mapping[str, int], buckets: Sequence[int], seconds: Callable[[float], float], beside: Beside
+    ) -> Compute:
+        """The same without what collectives added to the clock of the thread: one for each bucket, when it was full.
+
+        sizes and buckets in bytes; seconds: what a collective of so many bytes takes; beside: what it does to the thread.
+        """
+        ready: dict[str, float] = {}
+        speed = 1.0 - min(beside.share, 0.95)
+        shown = min(1.0, speed * beside.clock)
+        clock = wall = progress = wire_free = 0.0
+        filled, waiting = 0, list(buckets)
+        for name, at in self.ready.items():
+            while at - clock > 1e-9:
+                busy = wire_free - wall > 1e-9
+                passed = (at - clock) / (shown if busy else 1.0)
+                if busy:
+                    passed = min(passed, wire_free - wall)
+                wall += passed
+                clock += passed * (shown if busy else 1.0)
+                progress += passed * (speed if busy else 1.0)
+            ready[name] = progress
+            filled += sizes.get(name, 0)
+            while waiting and filled >= waiting[0]:
+                filled -= waiting[0]
+                wire_free = max(wire_free, wall) + seconds(waiting.pop(0))
+        return replace(self, ready=ready, backward=max(ready.values(), default=0.0))
 
 
 class Watch:

@@ -1,0 +1,48 @@
+"""Plans that `auto` keeps for the next run of a job, each with the profile that it was made from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..engine.layout import TensorInfo
+from ..errors import ThinwireError
+from ..planner.plan import Plan, Quality
+from ..planner.profile import Cluster, Profile, Tensor, fingerprint
+
+
+def place(tensors: Sequence[TensorInfo], cluster: Cluster, quality: Quality) -> Path:
+    """Where the plan of such a job is kept if nobody says otherwise."""
+    mark = fingerprint([Tensor(t.name, t.elements, t.kind, t.dtype, 0.0, t.shape) for t in tensors], cluster)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return cache / "thinwire" / "plans" / f"{mark}-{quality}.json"
+
+
+def load(file: Path, quality: Quality, check: Callable[[Plan], None]) -> tuple[Plan, Profile | None] | str | None:
+    """A plan, with its profile if that is there too; or why it cannot be used. `check` raises if it does not fit."""
+    if not file.exists():
+        return None
+    try:
+        plan = Plan.load(file)
+        check(plan)
+    except ThinwireError as error:
+        return f"{file} is not used: {error}"
+    if plan.quality != quality:
+        return f"{file} is not used: it was made for quality {plan.quality!r}"
+    with contextlib.suppress(ThinwireError):
+        profile = Profile.load(_beside(file))
+        return plan, profile if profile.fingerprint == plan.fingerprint else None
+    return plan, None
+
+
+def save(file: Path, plan: Plan, profile: Profile | None) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if profile is not None:
+        profile.save(_beside(file))
+    plan.save(file)
+
+
+def _beside(file: Path) -> Path:
+    return file.with_suffix(".profile.json")
