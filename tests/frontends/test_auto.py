@@ -108,6 +108,34 @@ def test_a_plan_that_is_not_faster_is_given_up_and_nothing_is_lost(tmp_path: Pat
     assert lost <= 1e-5
 
 
+def _disappointed(plan_file: str, steps: int) -> tuple[str, str, float]:
+    """A plan that takes far longer than it said, beside a plain one that says as much."""
+    ddp = wrapped()
+    wire = thinwire.attach(ddp, plan_file=plan_file)
+    assert isinstance(wire, AutoWire)
+    plain = plan_of(SHAPES, [(list(SHAPES), "topk(density=0.2)")], 2, each=2)
+    wire._plain = msgspec.structs.replace(plain, predicted_seconds=1e-9)
+    ledger = Ledger(ddp)
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), range(steps), each=lambda step: ledger.close_step())
+    return wire.explain(), digest(ddp), ledger.balance(wire)
+
+
+@pytest.mark.parametrize("dense_seconds", [1e9, 1e-9])
+def test_a_plan_that_disappoints_is_compared_with_a_plain_one(dense_seconds: float, tmp_path: Path) -> None:
+    saved = _plan(tmp_path, "topk(density=0.1)", dense_seconds=dense_seconds, predicted_seconds=1e-10)
+    (words, mine, lost), (_, other, _) = run(2, _disappointed, saved, 2 * (SETTLE + WINDOW) + 4)
+    assert mine == other
+    assert lost <= 1e-5
+    tried = [line for line in words.splitlines() if "one codec for everything is predicted at" in line]
+    if dense_seconds < 1.0:  # nothing can be faster than that
+        assert not tried
+        assert words.endswith("now: dense")
+        return
+    assert "switching to plan: topk(density=0.2)" in tried[0]
+    last = next(line for line in reversed(words.splitlines()) if line.startswith("step"))
+    assert ": kept" in last or "not faster; back to plan: topk(density=0.1)" in last
+
+
 @pytest.mark.parametrize(
     ("codec", "reason"),
     [("tripled(density=0.1)", "times the norm of what came in"), ("overdrawn(density=0.1)", "given up")],

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -66,6 +65,9 @@ promises less is not worth one, because a hook cannot be taken out again."""
 HYSTERESIS = 0.05
 """Of a step: what another plan must promise, once one is running."""
 
+SURPRISE = 1.15
+"""Times the predicted step: from here on a plan is compared with a plain one."""
+
 LONGEST_MEASUREMENT, SHORT_MEASUREMENT = 12.0, 4.0
 
 
@@ -111,6 +113,7 @@ class AutoWire(DDPWire):
         self._profile: Profile | None = None
         self._borders: list[int] = []
         self._before = self.method
+        self._plain: Plan | None = None
         self._baseline = 0.0
         self._walls: list[float] = []
         self._wires: list[float] = []
@@ -190,14 +193,14 @@ class AutoWire(DDPWire):
         self._profile = profile = by_buckets(profile, self._borders)
         choice: Choice = self._from_rank_0(lambda: best(profile, self.quality, self._borders))
         # Where the model is off for DDP alone, it is off for the plan.
-        predicted = choice.plan.predicted_seconds * native / choice.plan.dense_seconds
-        plan = msgspec.structs.replace(choice.plan, predicted_seconds=predicted, dense_seconds=native)
+        choice = choice.at(native / choice.plan.dense_seconds)
+        plan, predicted = choice.plan, choice.plan.predicted_seconds
         gain = 1.0 - predicted / native
         words += f"; the best plan is predicted at {milliseconds(predicted)}, {gain:.0%} less"
         if is_dense(plan) or gain < LEAST_GAIN:
             self._stay(f"{words}, where a hook may cost {LEAST_GAIN:.0%}", choice.considered)
         else:
-            self._switch(plan, words, choice.considered)
+            self._switch(plan, words, choice.considered, choice.plain)
 
     def _stay(self, words: str, considered: Sequence[str] = ()) -> None:
         how = "gradients travel dense" if self.hooked else "DDP stays alone, no hook is registered"
@@ -206,9 +209,9 @@ class AutoWire(DDPWire):
             self._save(left_to_ddp(self._profile, self.quality, self.native_seconds, self._borders))
         self._rest(self._running)
 
-    def _switch(self, plan: Plan, words: str, considered: Sequence[str] = ()) -> None:
-        """From the next step on by this plan, on trial."""
-        self._before = self.method
+    def _switch(self, plan: Plan, words: str, considered: Sequence[str] = (), plain: Plan | None = None) -> None:
+        """From the next step on by this plan, on trial; `plain` is tried too if it disappoints."""
+        self._before, self._plain = self.method, plain
         self._go_over(plan)
         self._decide(f"{words}; switching to {self.method}", considered)
         self._rest(self._trying)
@@ -229,6 +232,8 @@ class AutoWire(DDPWire):
             f"{milliseconds(measured)} a step, predicted {milliseconds(plan.predicted_seconds)}, "
             f"before {milliseconds(self._baseline)}"
         )
+        if self._disappoints(plan, measured, words):
+            return
         if measured < self._baseline:
             self._decide(f"{words}: kept")
             self._save(plan)
@@ -240,6 +245,21 @@ class AutoWire(DDPWire):
         if self._profile is not None and before.plan is None:
             self._save(left_to_ddp(self._profile, self.quality, self._baseline, self._borders))
         self._rest(self._running)
+
+    def _disappoints(self, plan: Plan, measured: float, words: str) -> bool:
+        """Whether a plan is so much slower than predicted that the plain one, which asks less of the machine, is tried."""
+        plain, before, faster = self._plain, self._before, measured < self._baseline
+        least = (1.0 - HYSTERESIS) * min(measured, self._baseline)
+        if plain is None or measured < SURPRISE * plan.predicted_seconds or plain.predicted_seconds > least:
+            return False
+        if faster:
+            self._baseline = measured
+            self._save(plan)
+        said = f"{words}; one codec for everything is predicted at {milliseconds(plain.predicted_seconds)}"
+        self._switch(plain, said)
+        if not faster:
+            self._before = before
+        return True
 
     def _running(self) -> None:
         seen = self._look_around()
@@ -352,7 +372,7 @@ class AutoWire(DDPWire):
             self._decide(f"{words}: gradients travel dense, by plain all-reduces", choice.considered)
             self._rest(self._running)
         else:
-            self._switch(plan, words, choice.considered)
+            self._switch(plan, words, choice.considered, choice.plain)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 

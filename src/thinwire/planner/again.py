@@ -6,7 +6,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -20,24 +20,47 @@ from .profile import Profile
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, and for people what was considered. `present`: what the way in use is predicted to take."""
+    """A plan, and for people what was considered.
+
+    plain    the fastest of those with one codec for everything, in DDP's own buckets; None if that is the plan, or dense
+    present  what the way in use is predicted to take
+    """
 
     profile: Profile
     plan: Plan
     considered: tuple[str, ...]
+    plain: Plan | None = None
     present: float = 0.0
+
+    def at(self, factor: float) -> Choice:
+        """The same, where a step takes `factor` times what was predicted."""
+
+        def longer(plan: Plan) -> Plan:
+            return msgspec.structs.replace(
+                plan, predicted_seconds=plan.predicted_seconds * factor, dense_seconds=plan.dense_seconds * factor
+            )
+
+        plain = None if self.plain is None else longer(self.plain)
+        return replace(self, plan=longer(self.plan), plain=plain)
 
 
 def best(profile: Profile, quality: Quality, borders: Sequence[int] = ()) -> Choice:
     """The best plan, and every codec for all tensors in DDP's own buckets."""
     plan = choose(profile, quality=quality, borders=borders)
     words = [f"{describe(plan)}: {milliseconds(plan.predicted_seconds)}, loss {plan.loss:.2f}"]
+    plain: Plan | None = None
     for cost in profile.codecs:
         name = f"{cost.codec} via {cost.chain}" if cost.chain else cost.codec
-        seconds = predict(profile, as_ddp(profile, cost.codec, cost.chain, borders)).seconds
-        allowed = "" if cost.loss <= LOSSES[quality] else f", not in quality {quality!r}"
-        words.append(f"{name} for everything: {milliseconds(seconds)}, loss {cost.loss:.2f}{allowed}")
-    return Choice(profile, plan, tuple(words))
+        groups = as_ddp(profile, cost.codec, cost.chain, borders)
+        seconds = predict(profile, groups).seconds
+        allowed = cost.loss <= LOSSES[quality]
+        outside = "" if allowed else f", not in quality {quality!r}"
+        words.append(f"{name} for everything: {milliseconds(seconds)}, loss {cost.loss:.2f}{outside}")
+        if allowed and (plain is None or seconds < plain.predicted_seconds):
+            plain = msgspec.structs.replace(plan, groups=groups, predicted_seconds=seconds, loss=cost.loss)
+    if plain is not None and (is_dense(plain) or describe(plain) == describe(plan)):
+        plain = None
+    return Choice(profile, plan, tuple(words), plain)
 
 
 def left_to_ddp(profile: Profile, quality: Quality, seconds: float, borders: Sequence[int] = ()) -> Plan:
@@ -111,9 +134,4 @@ def again(
     found = best(now, quality, borders)
     # Where the model is off, it is off for both.
     off = seconds / predict(now, present.groups if present is not None else as_ddp(now, borders=borders)).seconds
-    plan = msgspec.structs.replace(
-        found.plan,
-        predicted_seconds=found.plan.predicted_seconds * off,
-        dense_seconds=found.plan.dense_seconds * off,
-    )
-    return Choice(now, plan, found.considered, seconds)
+    return replace(found.at(off), present=seconds)
