@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from ..planner.plan import Plan, Quality
 from ..schemes import tree
 from ..schemes.world import TorchWorld, ranks_per_node
 from .ddp import DDPWire, parameters_of, plain
+from .stream import StreamWire, check_job, device_of
 
 AUTO = "auto"
 
@@ -56,6 +57,9 @@ def attach(
 
     With a codec, training begins dense and goes over to it when DDP's buckets are final (after two steps; three with
     `static_graph`, one with `find_unused_parameters`). With auto it begins as DDP alone, without any hook.
+
+    EXPERIMENTAL: with all parameters on one CUDA device what comes back is a `StreamWire`, for dense, cast, topk and
+    randomblock; auto leaves DDP alone there. See "CUDA" in `docs/guarantees.md`.
     """
     set_up()
     module = getattr(ddp, "_orig_mod", ddp)
@@ -73,6 +77,7 @@ def attach(
     tensors: list[TensorInfo] = []
     facts: dict[str, Any] = {}
     method: Method | None = None
+    device = "cpu"
     try:
         if auto and chain is not None:
             raise AttachError(f"auto chooses the chains by itself: leave chain={chain!r} out, or name a codec")
@@ -80,11 +85,15 @@ def attach(
             raise AttachError(f"quality is one of {', '.join(get_args(Quality))}, not {quality!r}")
         method = Method.of("dense" if auto else codec, chain)
         _check(module, method, min_elements)
+        device = device_of(parameters_of(module)).type
+        if device == "cuda":
+            check_job(module, method)
         kinds = {plain(name): kind for name, kind in kinds_of(module.module).items()}
         tensors = [describe(name, p, kinds.get(name)) for name, p in parameters_of(module).items()]
         method.check(tensors, dist.get_world_size(group), nodes[0])
         facts = {
             **method.facts(),
+            "device": device,
             "auto": auto and quality,
             "tensors": tensors,
             "excluded": excluded(tensors, exclude),
@@ -95,6 +104,8 @@ def attach(
         error = problem_of(problem)
     agree(group, facts, error)
     assert method is not None
+    if device == "cuda":
+        return _on_gpu(module, method, tensors, scaler, exclude, min_elements, timeout, hooks=not auto)
     for text in method.chains:
         if tree.parse(text).hierarchical and nodes[0] is None:
             raise AttachError(f"the chain {text!r} needs nodes: {nodes[1]}")
@@ -114,6 +125,29 @@ def attach(
     wire._hooks_allowed = module is ddp
     _wires[module] = wire
     return wire
+
+
+def _on_gpu(
+    module: DistributedDataParallel,
+    method: Method,
+    tensors: list[TensorInfo],
+    scaler: torch.amp.GradScaler | None,
+    exclude: Exclude,
+    min_elements: int,
+    timeout: timedelta | None,
+    *,
+    hooks: bool,
+) -> DDPWire:
+    """The experimental wire for parameters on a GPU. It is typed as the ordinary one, of whose methods it has the few that
+    `docs/guarantees.md` names; any other raises an AttributeError that says so."""
+    group = module.process_group
+    world = TorchWorld(group, 1, timeout, backend=dist.get_backend_config(group))
+    wire = StreamWire(module, world, method, tensors, scaler, exclude, min_elements)
+    if hooks:
+        wire.hook()
+    wire.announce()
+    _wires[module] = cast(DDPWire, wire)
+    return cast(DDPWire, wire)
 
 
 def attached(module: DistributedDataParallel) -> Method | None:
@@ -140,5 +174,3 @@ def _check(module: DistributedDataParallel, method: Method, min_elements: int) -
     for name, parameter in parameters_of(module).items():
         if parameter.is_complex():
             raise AttachError(f"{name!r} is {parameter.dtype}: complex gradients are not supported")
-        if parameter.device.type != "cpu":
-            raise AttachError(f"{name!r} is on {parameter.device}: only CPU tensors are supported yet")
