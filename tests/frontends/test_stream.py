@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import io
+import json
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,28 +25,29 @@ from tests.ranks import run
 from thinwire.engine.layout import describe, kinds_of
 from thinwire.engine.method import Method
 from thinwire.errors import AttachError, ExchangeError, StateError
+from thinwire.frontends.attach import check_job, device_of, stream_wire
 from thinwire.frontends.ddp import parameters_of
-from thinwire.frontends.stream import StreamWire, check_job, device_of
+from thinwire.frontends.stream import StreamWire
 from thinwire.lab import selftest_device
-from thinwire.schemes.world import TorchWorld
 
 KEPT = ["topk(density=0.05)", "topk(density=0.05, values='fp16')", "randomblock(ratio=8)"]
 CODECS = ["dense", "cast", *KEPT, "topk(density=Warmup(0.02, steps=4))"]
 
 
 def streamed(
-    ddp: DistributedDataParallel, codec: str, scaler: torch.amp.GradScaler | None = None, exclude: Sequence[str] = ()
+    ddp: DistributedDataParallel,
+    codec: str,
+    scaler: torch.amp.GradScaler | None = None,
+    *,
+    exclude: Sequence[str] = (),
+    hooks: bool = True,
 ) -> StreamWire:
     """What `attach` does for parameters on a GPU."""
     method = Method.of(codec)
     check_job(ddp, method)
     kinds = kinds_of(ddp.module)
     tensors = [describe(name, p, kinds.get(name)) for name, p in parameters_of(ddp).items()]
-    group = ddp.process_group
-    world = TorchWorld(group, 1, backend=dist.get_backend_config(group))
-    wire = StreamWire(ddp, world, method, tensors, scaler, exclude, 100)
-    wire.hook()
-    return wire
+    return stream_wire(ddp, method, tensors, scaler=scaler, exclude=exclude, min_elements=100, hooks=hooks)
 
 
 def backward(ddp: nn.Module, step: int, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -298,30 +301,30 @@ def _refuses_states() -> None:
     ddp, wire, _ = _job("topk(density=0.05)", mlp())
     for step in range(4):
         backward(ddp, step)
-    state = wire.state_dict()
-    before = bits(wire.residuals())
+    state, me = wire.state_dict(), f"rank{dist.get_rank()}"
+    meta, before = json.loads(state[f"{me}.stream"]), bits(wire.residuals())
 
     def changed(**fields: Any) -> dict[str, Any]:
-        return {**copy.deepcopy(state), "thinwire": {**copy.deepcopy(state["thinwire"]), **fields}}
+        return {**state, f"{me}.stream": json.dumps({**meta, **fields})}
 
-    shapes = state["thinwire"]["tensors"]
-    spoilt = copy.deepcopy(state)
-    spoilt["residual.2.weight"][3] = float("nan")
+    shapes = meta["tensors"]
+    other = {key.replace(me, f"rank{1 - dist.get_rank()}"): value for key, value in state.items()}
+    ordinary = thinwire.Exchange({"a": torch.zeros(2000)}, "topk", min_elements=100)
     for bad, words in (
-        ({}, "no entry 'thinwire'"),
-        (changed(codec="topk"), "codec: the state has 'topk', this job has 'topk\\(density=0.05\\)'"),
+        ({}, f"no '{me}.stream' in this state.*it has: none"),
+        (other, f"it has: rank{1 - dist.get_rank()}.stream"),
+        (ordinary.state_dict(), f"it has: {me}.thinwire"),
+        (changed(codec="topk"), r"codec: the state has 'topk', this job has 'topk\(density=0.05\)'"),
         (changed(rank=1 - dist.get_rank()), "rank: "),
         (changed(world=3), "world: the state has 3, this job has 2"),
-        (
-            changed(tensors={**shapes, "0.weight": [32, 96]}),
-            r"'0.weight': the state has \[32, 96\], this model has \[96, 32\]",
-        ),
+        (changed(tensors={**shapes, "0.weight": [32, 96]}), r"'0.weight': the state has \[32, 96\], this model has \[96, 32\]"),
         (changed(tensors={**shapes, "9.weight": [2]}), r"'9.weight': the state has \[2\], this model has no such"),
-        (changed(steps="many"), "missing or of the wrong kind"),
+        (changed(dtypes={**meta["dtypes"], "0.weight": "float16"}), "'0.weight': the state has float16, this model"),
+        (changed(steps="many"), r"cannot be read: Expected `int`, got `str` - at `\$.steps`"),
         (changed(partition=[]), "every tensor of this model once"),
-        ({k: v for k, v in state.items() if k != "residual.0.weight"}, "'residual.0.weight' is missing"),
-        (spoilt, "'residual.2.weight' holds values that are not finite"),
-    ):
+        ({k: v for k, v in state.items() if not k.endswith("0.weight")}, "residual.0.weight' should be .* is missing"),
+        ({**state, f"{me}.residual.2.weight": torch.full((64, 96), float("nan"))}, "2.weight' holds a value that is not"),
+    ):  # fmt: skip
         with pytest.raises(StateError, match=words):
             wire.load_state_dict(bad)
         assert bits(wire.residuals()) == before
@@ -329,8 +332,49 @@ def _refuses_states() -> None:
     backward(ddp, 5)
 
 
+def _files(folder: str) -> None:
+    ddp, wire, _ = _job("topk(density=0.05)", mlp())
+    for step in range(4):
+        backward(ddp, step)
+    wire.save(folder)
+    saved = bits(wire.residuals())
+    backward(ddp, 4)
+    assert bits(wire.residuals()) != saved
+    dist.barrier()
+    wire.load(folder)
+    assert bits(wire.residuals()) == saved
+    with pytest.raises(
+        StateError, match="rank 1 refuses|cannot be read" if dist.get_rank() == 0 else "cannot be read"
+    ):
+        wire.load(folder if dist.get_rank() == 0 else f"{folder}/none.safetensors")
+    assert bits(wire.residuals()) == saved, "nobody loads what one cannot"
+    assert wire.steps == 2
+
+
+def test_files(tmp_path: Path) -> None:
+    run(2, _files, str(tmp_path / "wire"))
+
+
 def test_states_that_do_not_fit() -> None:
     run(2, _refuses_states)
+
+
+# -- uneven inputs -----------------------------------------------------------------------------------------------------
+
+
+def _joins() -> tuple[int, str]:
+    ddp, wire, optimizer = _job("topk(density=0.05)", mlp())
+    with ddp.join():
+        for step in range(4 + 3 * dist.get_rank()):
+            backward(ddp, step)
+            optimizer.step()
+    return wire.dense_steps + wire.steps, digest(ddp)
+
+
+def test_a_rank_that_has_nothing_left() -> None:
+    (first, digest_of_first), (second, digest_of_second) = run(2, _joins)
+    assert first == second == 7, "a rank that has joined takes part in every step"
+    assert digest_of_first == digest_of_second
 
 
 # -- what does not work ------------------------------------------------------------------------------------------------
@@ -340,7 +384,7 @@ def _ends() -> str:
     ddp, wire, _ = _job("topk(density=0.05)", mlp())
     for step in range(3):
         backward(ddp, step)
-    with pytest.raises(AttributeError, match="a wire on CUDA has no 'change'; it has: stats"):
+    with pytest.raises(AttributeError, match="a wire on CUDA has no 'change'; it has: explain, stats"):
         wire.change("dense")  # type: ignore[operator]
     if dist.get_rank() == 1:
         wire.close()
@@ -392,6 +436,31 @@ def _refuses_jobs() -> None:
 
 def test_what_is_refused() -> None:
     run(2, _refuses_jobs)
+
+
+def _left_alone() -> tuple[str, str, str]:
+    ours, plain = wrapped(), wrapped()
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logger = logging.getLogger("thinwire")
+    logger.addHandler(handler)
+    wire = streamed(ours, "dense", hooks=False)  # as `attach(ddp)` does it
+    logger.removeHandler(handler)
+    for ddp in (ours, plain):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(4):
+            backward(ddp, step)
+            optimizer.step()
+    assert not ours._comm_hooks
+    assert wire.stats()["steps"] == 0
+    return said.getvalue(), digest(ours), digest(plain)
+
+
+def test_auto_leaves_ddp_alone_and_says_so() -> None:
+    (text, ours, plain), (other, *_) = run(2, _left_alone)
+    assert ours == plain
+    assert "DDP goes on alone, without a hook" in text
+    assert other == "", "only rank 0 speaks"
 
 
 def test_the_check_of_the_selftest() -> None:

@@ -26,53 +26,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..codecs import Codec, Dense
+from ..engine import files
+from ..engine.agree import agree
 from ..engine.layout import Exclude, TensorInfo
 from ..engine.method import Method
 from ..errors import AttachError, ExchangeError, StateError, WireClosed
 from ..log import logger
 from ..schemes.world import Collective, TorchWorld
 from ..version import __version__
+from . import stream_state
 from .ddp import _unwrap, check_join, parameters_of, steps_until_final
-from .parts import Parts, check
-
-FORMAT = 1
-
-
-class Lane:
-    """Where a wire works: on a stream of its own of a GPU; tensors of the processor at once, right here."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def future(self) -> Future[Tensor]:
-        return Future() if self._stream is None else Future(devices=[self.device])
-
-    @contextlib.contextmanager
-    def after(self, tensor: Tensor) -> Iterator[None]:
-        """Work in it, after whatever was asked for so far; `tensor`, of another stream, is used here."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        tensor.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self) -> None:
-        """Let the caller's stream wait for all work in this one."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
-
-    def synchronize(self) -> None:
-        """Let the host wait for it."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def upload(self, numbers: Sequence[int]) -> Tensor:
-        """int64 on the device. From pinned memory: a copy from other memory would wait for the stream."""
-        host = torch.tensor(numbers, dtype=torch.int64)
-        return host if self._stream is None else host.pin_memory().to(self.device, non_blocking=True)
+from .lane import Lane
+from .parts import Parts
+from .stream_state import Meta
 
 
 class _Arrival:
@@ -120,7 +86,7 @@ class StreamWire:
         self._arrivals: list[_Arrival] = []
         self._issued: set[tuple[str, ...]] = set()
         self._flying: list[tuple[Parts, Tensor, list[tuple[Collective, Any]]]] = []
-        self._tests = self.codec.keeps_residual
+        self._tests = self.codec.keeps_residual or scaler is not None
         # These three are only ever changed in place: memory of one stream must not be given back while another reads it.
         self._void = torch.zeros((), dtype=torch.bool, device=self.lane.device)
         self._last_void = self._void.clone()
@@ -140,28 +106,25 @@ class StreamWire:
 
     def announce(self) -> None:
         """Say once, on rank 0, what happens and how."""
-        if self.world.rank != 0:
-            return
+        if self.world.rank == 0:
+            logger.info("%s", self.explain())
+
+    def explain(self) -> str:
+        """What is compressed and how; without a hook, why nothing is."""
         if not self.hooked:
-            logger.info(
-                "auto on %s: no plan yet for GPUs, whose codecs and links nothing here measures; DDP goes on alone, without "
-                "a hook; name a codec to compress: dense, cast, topk, randomblock",
-                self.lane.device,
+            return (
+                f"auto on {self.lane.device.type}: nothing here measures GPUs yet, so there is no plan, and DDP goes on alone, "
+                "without a hook; to compress name a codec: cast, topk, randomblock"
             )
-            return
-        total = sum(tensor.elements for tensor in self.tensors)
         layout = self.method.layout([self.tensors], self._exclude, self._min_elements)
-        coded = sum(
-            slot.elements
-            for group in layout.groups
-            for slot in group.slots
-            if group.codec != "dense" and slot.role == "coded"
+        coding = [group for group in layout.groups if group.codec != "dense"]
+        coded = sum(slot.elements for group in coding for slot in group.slots if slot.role == "coded")
+        total = sum(tensor.elements for tensor in self.tensors)
+        return (
+            f"EXPERIMENTAL: {self.method} on {self.world.size} ranks with tensors on {self.lane.device.type}: compresses "
+            f"{coded} of {total} parameters, the rest travels dense; dense until the buckets are final; `thinwire selftest` "
+            "checks it on this machine"
         )
-        logger.info(
-            "EXPERIMENTAL: %s on %d ranks with tensors on %s: compresses %d of %d parameters, the rest travels dense; dense "
-            "until the buckets are final; `thinwire selftest` checks it on this machine",
-            self.method, self.world.size, self.lane.device.type, coded, total,
-        )  # fmt: skip
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +162,7 @@ class StreamWire:
             if holds and last:
                 self._freeze(self._coming)
             if last or not holds:
-                self._advance(bucket.index())
+                self._advance(everything=holds)
             if last:
                 self._land(0)
                 self._finish()
@@ -210,17 +173,20 @@ class StreamWire:
         """Whether the job, counted from its very beginning, has had its dense steps, and buckets are final by now."""
         return self.dense_steps > self._until_final <= self._own_steps
 
-    def _advance(self, index: int) -> None:
-        """Issue whatever is complete. All ranks have the same buckets in the same order, so they issue the same."""
+    def _advance(self, everything: bool) -> None:
+        """Issue what the newest bucket completes, or `everything`. All ranks have the same buckets, so they issue the same."""
+        newest, groups = self._coming[-1], self._partition
+        if groups is None or (newest in groups and not everything):
+            groups = [newest]
         pieces = {name: arrival for arrival in self._arrivals for name in arrival.names}
-        for names in self._partition or [self._coming[-1]]:
+        for names in groups:
             if names in self._issued or not pieces.keys() >= set(names):
                 continue
             self._issued.add(names)
             owners = list(dict.fromkeys(pieces[name] for name in names))
             whole = len(owners) == 1 and owners[0].names == names
             flat = owners[0].buffer if whole else torch.cat([self._piece(pieces[name], name) for name in names])
-            self._issue(names, flat, f"bucket {index}, step {self.dense_steps + self.steps}")
+            self._issue(names, flat)
             self._land(1)
 
     def _piece(self, arrival: _Arrival, name: str) -> Tensor:
@@ -232,21 +198,24 @@ class StreamWire:
             start += self._infos[before].elements
         return arrival.buffer.narrow(0, start, self._infos[name].elements)
 
-    def _issue(self, names: tuple[str, ...], flat: Tensor, place: str) -> None:
+    def _issue(self, names: tuple[str, ...], flat: Tensor) -> None:
         parts = (self._coded if self._frozen else self._dense).get(names)
         if parts is None:
             parts = self._dense[names] = self._make(names, Dense())
         if parts.elements != flat.numel():
-            raise ExchangeError(f"{place}: {flat.numel()} elements where its tensors have {parts.elements}")
+            raise ExchangeError(
+                f"{names[0]!r} comes with {flat.numel()} elements, where there should be {parts.elements}"
+            )
         scale = None if self._scaler is None else self._scaler._scale
         if scale is not None:
             scale = scale.to(self.lane.device, non_blocking=True)
         group, works = self.world.groups[0], []
         for part in parts.begin(flat, self.steps, scale, self.lane.upload):
-            if part.operation == "gather":
-                work = dist.all_gather_single(part.output, part.tensor, group=group, async_op=True)
-            else:
-                work = dist.all_reduce(part.tensor, group=group, async_op=True)
+            with self._said(parts, part):
+                if part.operation == "gather":
+                    work = dist.all_gather_single(part.output, part.tensor, group=group, async_op=True)
+                else:
+                    work = dist.all_reduce(part.tensor, group=group, async_op=True)
             works.append((part, work))
         self._bytes += parts.bytes
         self._flying.append((parts, flat, works))
@@ -256,15 +225,21 @@ class StreamWire:
         while len(self._flying) > leave:
             parts, flat, works = self._flying.pop(0)
             for part, work in works:
-                try:
+                with self._said(parts, part):
                     work.wait()
-                except RuntimeError as error:
-                    place = f"tensors from {parts.names[0]!r} on, step {self.dense_steps + self.steps}"
-                    raise ExchangeError(f"{place}, {part.name}, rank {self.world.rank}: {error}") from error
             bad = parts.end(flat, self._tests)
             if bad is not None:
                 self._void.logical_or_(bad)
             self._hand_back(parts, flat)
+
+    @contextlib.contextmanager
+    def _said(self, parts: Parts, part: Collective) -> Iterator[None]:
+        """An error of a collective says which one it was."""
+        try:
+            yield
+        except RuntimeError as error:
+            place = f"tensors from {parts.names[0]!r} on, step {self.dense_steps + self.steps}"
+            raise ExchangeError(f"{place}, {part.name}, rank {self.world.rank}: {error}") from error
 
     def _hand_back(self, parts: Parts, flat: Tensor) -> None:
         wanted = set(parts.names)
@@ -361,61 +336,64 @@ class StreamWire:
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals by name, step, codec and what travels together, of this rank: every rank saves and loads its own. Local."""
-        residuals = {f"residual.{name}": residual.clone() for name, residual in self.residuals().items()}
-        return {"thinwire": self._about(), **residuals}
-
-    def _about(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "versions": {"thinwire": __version__, "torch": str(torch.__version__)},
-            "codec": str(self.method),
-            "rank": self.world.rank,
-            "world": self.world.size,
-            "tensors": {tensor.name: list(tensor.shape) for tensor in self.tensors},
-            "steps": self.steps,
-            "dense_steps": self.dense_steps,
-            "compresses": self._frozen,
-            "partition": [list(names) for names in self._partition or ()],
-        }
+        return stream_state.write(self._meta(), self.residuals())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state of this rank, between two steps. Local; what does not fit is refused, and nothing loaded."""
+        self._take(*self._prepare(state))
+
+    def save(self, folder: files.Where) -> None:
+        """Write `state_dict()` to a file of this rank, whole or not at all. Every rank calls it; not a collective."""
+        files.write(
+            folder, files.name_of(self.world.rank, self.world.size), self.state_dict(), self.steps + self.dense_steps
+        )
+
+    def load(self, where: files.Where | Sequence[files.Where]) -> None:
+        """Go on from files of `save`. **A collective**: all ranks load, from the same step, or none does."""
+        problem: StateError | None = None
+        prepared, steps = None, 0
+        try:
+            prepared = self._prepare(files.read(where, [self.world.rank], self.world.size))
+            steps = prepared[0].steps + prepared[0].dense_steps
+        except StateError as error:  # the other ranks wait to hear of it
+            problem = error
+        try:
+            with self.lane.current():
+                agree(self.world.parent, {"steps of the state": steps}, None if problem is None else str(problem))
+        except AttachError as error:
+            raise problem or StateError(str(error)) from None
+        assert prepared is not None
+        self._take(*prepared)
+
+    def _meta(self) -> Meta:
+        return Meta(
+            format=stream_state.FORMAT,
+            versions={"thinwire": __version__, "torch": str(torch.__version__)},
+            codec=str(self.method),
+            world=self.world.size,
+            rank=self.world.rank,
+            tensors={tensor.name: list(tensor.shape) for tensor in self.tensors},
+            dtypes={tensor.name: tensor.dtype for tensor in self.tensors},
+            steps=self.steps,
+            dense_steps=self.dense_steps,
+            compresses=self._frozen,
+            partition=[list(names) for names in self._partition or ()],
+        )
+
+    def _prepare(self, state: Mapping[str, Any]) -> tuple[Meta, dict[tuple[str, ...], Parts]]:
+        """Read a state, and lay out what it says, without a change to this wire."""
         if self._arrivals:
             raise StateError("a step is under way: load between two of them")
-        about = state.get("thinwire")
-        if not isinstance(about, Mapping):
-            raise StateError("this is no state of a wire on CUDA: it has no entry 'thinwire'")
-        mine = self._about()
-        for key in ("format", "codec", "world", "rank"):
-            if about.get(key) != mine[key]:
-                raise StateError(f"{key}: the state has {about.get(key)!r}, this job has {mine[key]!r}")
-        try:
-            theirs = {str(name): list(shape) for name, shape in about["tensors"].items()}
-            partition = [tuple(map(str, names)) for names in about["partition"]]
-            steps, dense_steps, compresses = int(about["steps"]), int(about["dense_steps"]), bool(about["compresses"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StateError(f"a field of the state is missing or of the wrong kind: {error!r}") from error
-        for name in sorted({*theirs, *mine["tensors"]}):
-            if theirs.get(name) != mine["tensors"].get(name):
-                was, now = theirs.get(name, "no such tensor"), mine["tensors"].get(name, "no such tensor")
-                raise StateError(f"{name!r}: the state has {was}, this model has {now}")
-        together = [name for names in partition for name in names]
-        if (partition or compresses) and sorted(together) != sorted(self._infos):
-            raise StateError("partition: the state does not have every tensor of this model once")
-        for names in partition:
-            if len({self._infos[name].dtype for name in names}) > 1:
-                raise StateError(f"partition: {names[0]!r} travels with tensors that have another dtype in this model")
-        coded = {names: self._make(names, self.codec) for names in partition} if compresses else {}
-        for name, residual in _named(coded):
-            saved = state.get(f"residual.{name}")
-            if not isinstance(saved, Tensor) or saved.shape != residual.shape or saved.dtype != residual.dtype:
-                raise StateError(f"'residual.{name}' is missing, or not float32 of shape {tuple(residual.shape)}")
-            if not bool(saved.isfinite().all()):
-                raise StateError(f"'residual.{name}' holds values that are not finite")
-            residual.copy_(saved)
-        self.lane.join()
-        self._coded, self._partition, self._frozen = coded, partition or None, compresses
-        self.steps, self.dense_steps = steps, dense_steps
+        meta = stream_state.read(state, self._meta())
+        coded = {tuple(names): self._make(tuple(names), self.codec) for names in meta.partition if meta.compresses}
+        stream_state.fill(dict(_named(coded)), state, meta)
+        return meta, coded
+
+    def _take(self, meta: Meta, coded: dict[tuple[str, ...], Parts]) -> None:
+        self.lane.join()  # the old residuals may still be in use
+        self._coded, self._frozen = coded, meta.compresses
+        self._partition = [tuple(names) for names in meta.partition] or None
+        self.steps, self.dense_steps = meta.steps, meta.dense_steps
         self._dense.clear()
 
     def close(self) -> None:
@@ -427,40 +405,8 @@ class StreamWire:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a wire on CUDA has no {name!r}; it has: stats, state_dict, load_state_dict, residuals, guard, "
-            "skipped_last_step, close"
-        )
-
-
-def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
-    """Where parameters are: the processor, or one GPU. Anything else is refused."""
-    first: tuple[str, torch.device] | None = None
-    for name, tensor in tensors.items():
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise AttachError(
-                f"{name!r} is on {tensor.device}: there are exchanges for tensors of CPUs and CUDA devices"
-            )
-        first = first or (name, tensor.device)
-        if tensor.device != first[1]:
-            raise AttachError(
-                f"{first[0]!r} is on {first[1]} and {name!r} on {tensor.device}: all parameters of a module must be on one "
-                "device"
-            )
-    return first[1] if first is not None else torch.device("cpu")
-
-
-def check_job(module: DistributedDataParallel, method: Method) -> None:
-    """Refuse what a wire on CUDA cannot do."""
-    if method.plan is not None:
-        raise AttachError("plans do not run on CUDA yet; name a codec: dense, cast, topk, randomblock")
-    if method.chain:
-        raise AttachError(f"chains do not run on CUDA yet: leave {method.chain!r} out")
-    codec = method.parts[0].codec
-    check(codec)
-    if codec.keeps_residual and module.find_unused_parameters:
-        raise AttachError(
-            f"{codec} with find_unused_parameters=True does not run on CUDA yet: what a parameter that nobody used would send "
-            "is lost in DDP; dense and cast can be used"
+            f"a wire on CUDA has no {name!r}; it has: explain, stats, state_dict, load_state_dict, save, load, residuals, "
+            "guard, skipped_last_step, close"
         )
 
 

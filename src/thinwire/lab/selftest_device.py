@@ -9,7 +9,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..engine import words
 from ..engine.layout import describe
 from ..engine.method import Method
+from ..frontends.attach import attach, stream_wire
 from ..frontends.ddp import parameters_of
-from ..frontends.stream import StreamWire, check_job
-from ..schemes.world import TorchWorld
+from ..frontends.stream import StreamWire
 
 STEPS = 12
 PATIENCE = timedelta(seconds=60)
@@ -29,8 +29,6 @@ PATIENCE = timedelta(seconds=60)
 
 def run(device: torch.device | None = None, backend: str = "") -> str:
     """All of it, on this rank's GPU, over NCCL if no two ranks share one. A collective."""
-    from .selftest import Failed
-
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
@@ -50,8 +48,7 @@ def run(device: torch.device | None = None, backend: str = "") -> str:
             losses = _trained(device, group, codec)
             if allowed is not None:
                 off = max(abs(mine - theirs) for mine, theirs in zip(losses, native, strict=True))
-                if not off <= allowed:
-                    raise Failed(f"{codec}: losses are up to {off:.3g} away from those of DDP alone")
+                _judge(off <= allowed, f"{codec}: losses are up to {off:.3g} away from those of DDP alone")
         for codec in ("topk(density=0.05)", "randomblock(ratio=8)"):
             _roll_back(device, group, codec)
             _resume(device, group, codec)
@@ -75,14 +72,13 @@ def _wrapped(device: torch.device, group: dist.ProcessGroup, seed: int = 0) -> D
 def _attached(
     ddp: DistributedDataParallel, codec: str, scaler: torch.amp.GradScaler | None = None
 ) -> Iterator[StreamWire]:
-    """What `attach` does on a GPU, on whatever device this is."""
-    method = Method.of(codec)
-    check_job(ddp, method)
-    group = ddp.process_group
-    tensors = [describe(name, parameter) for name, parameter in parameters_of(ddp).items()]
-    world = TorchWorld(group, 1, PATIENCE, backend=dist.get_backend_config(group))
-    wire = StreamWire(ddp, world, method, tensors, scaler, (), 100)
-    wire.hook()
+    """`attach`; elsewhere than on a GPU what it would do there."""
+    if next(ddp.parameters()).is_cuda:
+        wire = cast(StreamWire, attach(ddp, codec, scaler=scaler, min_elements=100, timeout=PATIENCE))
+        assert isinstance(wire, StreamWire)
+    else:
+        tensors = [describe(name, parameter) for name, parameter in parameters_of(ddp).items()]
+        wire = stream_wire(ddp, Method.of(codec), tensors, scaler=scaler, min_elements=100, timeout=PATIENCE)
     try:
         yield wire
     finally:
@@ -131,8 +127,7 @@ def _check(
     step: int,
 ) -> None:
     """Nothing is lost, and all ranks hold the same bits."""
-    from .selftest import Failed
-
+    problems = []
     for name, parameter in ddp.module.named_parameters():
         result = parameter.grad
         assert result is not None
@@ -141,18 +136,17 @@ def _check(
         dist.all_reduce(sent, group=ddp.process_group)
         off = float((sent / ddp.process_group.size() - result.double()).abs().max())
         if not off <= (1e-2 if codec == "cast" else 1e-5):
-            raise Failed(f"{codec}, step {step}: {off:.2g} of {name} is neither sent nor kept")
+            problems.append(f"{codec}, step {step}: {off:.2g} of {name} is neither sent nor kept")
         least, most = result.contiguous().view(torch.int32).clone(), result.contiguous().view(torch.int32).clone()
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=ddp.process_group)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ddp.process_group)
         if not torch.equal(least, most):
-            raise Failed(f"{codec}, step {step}: {name} differs between ranks")
+            problems.append(f"{codec}, step {step}: {name} differs between ranks")
+    _judge(not problems, "; ".join(problems))
 
 
 def _roll_back(device: torch.device, group: dist.ProcessGroup, codec: str) -> None:
     """A loss that is not finite on the last rank voids the step on all; residuals are as before, bit for bit."""
-    from .selftest import Failed
-
     ddp = _wrapped(device, group)
     scaler = torch.amp.GradScaler(device.type, init_scale=64.0)
     last = dist.get_rank() == dist.get_world_size() - 1
@@ -162,16 +156,14 @@ def _roll_back(device: torch.device, group: dist.ProcessGroup, codec: str) -> No
             spoilt = step == 4
             scale = scaler.scale(torch.ones((), device=device))
             _backward(ddp, step, scale * float("nan") if spoilt and last else scale)
-            if wire.skipped_last_step != spoilt:
-                raise Failed(f"{codec}, step {step}: void is {wire.skipped_last_step}")
-            if spoilt and any(not torch.equal(before[name], left) for name, left in wire.residuals().items()):
-                raise Failed(f"{codec}: a step that was void changed a residual here")
+            void = wire.skipped_last_step
+            _judge(void == spoilt, f"{codec}, step {step}: void is {void}")
+            same = all(torch.equal(before[name], left) for name, left in wire.residuals().items() if spoilt)
+            _judge(same, f"{codec}: a step that was void changed a residual")
 
 
 def _resume(device: torch.device, group: dist.ProcessGroup, codec: str) -> None:
     """A job that goes on from a saved state keeps what one that was never interrupted keeps."""
-    from .selftest import Failed
-
     ddp = _wrapped(device, group)
     state: dict[str, Any] = {}
     with _attached(ddp, codec) as wire:
@@ -185,5 +177,14 @@ def _resume(device: torch.device, group: dist.ProcessGroup, codec: str) -> None:
         wire.load_state_dict(state)
         for step in range(3, 5):
             _backward(ddp, step)
-        if any(not torch.equal(expected[name], left) for name, left in wire.residuals().items()):
-            raise Failed(f"{codec}: a resumed job keeps something else than one that went on")
+        same = all(torch.equal(expected[name], left) for name, left in wire.residuals().items())
+        _judge(same, f"{codec}: a resumed job keeps something else than one that went on")
+
+
+def _judge(good: bool, problem: str) -> None:
+    """Raise on all ranks if it is not good on one of them: a rank that went on alone would wait for the others."""
+    from .selftest import Failed
+
+    bad = [(rank, text) for rank, text in enumerate(words.gather("" if good else problem, None)) if text]
+    if bad:
+        raise Failed(f"rank {bad[0][0]}: {bad[0][1]}")
