@@ -19,6 +19,8 @@ import thinwire
 from tests.hostile import attacks
 from tests.planner import examples, test_files, test_published
 from thinwire.errors import ExchangeError, StateError, ThinwireError
+from thinwire.frontends import stream_state
+from thinwire.frontends.stream_state import Meta
 from thinwire.lab import bench_step
 from thinwire.lab.leftovers import Record
 from thinwire.lab.methods import updates_of
@@ -58,6 +60,7 @@ def readers(folder: Path) -> list[Reader]:
     """All of them; `folder` is for files."""
     exchange, state = _exchange()
     updates, point = _updates()
+    stream, fill_stream = _stream()
     return [
         Reader("codec text", CODEC_TEXTS, attacks.spoil_text, lambda text: str(thinwire.parse(text))),
         Reader("codec with chain", ["topk(0.1) via B", "int8 via J"], attacks.spoil_text, choose),
@@ -77,6 +80,8 @@ def readers(folder: Path) -> list[Reader]:
         Reader("rate of a network", ["100gbit", "300gbyte/s"], attacks.spoil_text, parse_bytes_per_second),
         Reader("text of local updates", [point], _text_of("rank0.updates"), updates.load_state_dict),
         Reader("tensors of local updates", [point], _spoil_entries, updates.load_state_dict),
+        Reader("text of a state on CUDA", [stream], _text_of("rank0.stream"), fill_stream),
+        Reader("tensors of a state on CUDA", [stream], _spoil_entries, fill_stream),
     ]
 
 
@@ -146,6 +151,20 @@ def _updates() -> tuple[thinwire.LocalUpdates, dict[str, Any]]:
         model(torch.ones(2, 30)).sum().backward()
     updates.step()
     return updates, updates.state_dict()
+
+
+def _stream() -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
+    shapes = {name: list(shape) for name, shape in SHAPES.items()}
+    dtypes, partition = dict.fromkeys(SHAPES, "float32"), [["other", "bias"], ["weight"]]
+    mine = Meta(stream_state.FORMAT, {"torch": "2"}, "topk", 2, 0, shapes, dtypes, 5, 2, True, partition)
+
+    def fill(state: dict[str, Any]) -> None:
+        meta = stream_state.read(state, mine)
+        residuals = _tensors(1)
+        stream_state.fill({name: residuals[name] for names in meta.partition for name in names}, state, meta)
+        assert all(residual.isfinite().all() for residual in residuals.values())
+
+    return stream_state.write(mine, _tensors(0)), fill
 
 
 def _text_of(key: str) -> Callable[[np.random.Generator, dict[str, Any]], dict[str, Any]]:

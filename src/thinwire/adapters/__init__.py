@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from ..engine.wire import Wire
 from ..log import logger
+from ..schemes.world import device_of
 
 FOLDER = "thinwire"
 
 
 def load_if_there(wire: Wire, folder: Path) -> None:
     """Go on from a checkpoint; one that was made without thinwire has no such folder, which is said. A collective."""
-    found = torch.tensor([float(folder.is_dir())])
+    found = torch.tensor([float(folder.is_dir())], device=device_of(None))
     dist.all_reduce(found, op=dist.ReduceOp.MAX)  # a rank that does not see what others see must not stay behind
     if found.item():
         wire.load(folder)

@@ -152,7 +152,9 @@ class _Waiting:
 def _check_devices(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.device.type != "cpu":
-            raise AttachError(f"{name!r} is on {tensor.device}: only CPU tensors are supported yet")
+            raise AttachError(
+                f"{name!r} is on {tensor.device}: Exchange takes tensors of the CPU; `attach` takes CUDA as well"
+            )
 
 
 def _check(tensors: Sequence[TensorInfo]) -> None:

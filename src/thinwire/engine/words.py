@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ExchangeError
+from ..schemes.world import device_of
 
 SLICE_SECONDS = 0.2
 LARGEST = 1 << 28
@@ -18,7 +19,7 @@ LARGEST = 1 << 28
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The values of all ranks, in rank order, as JSON knows them: tuples come as lists. A collective; Ctrl-C ends it."""
-    device = _device(group)
+    device = device_of(group)
     mine = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
     world = dist.get_world_size(group)
     sizes = torch.empty(world, dtype=torch.int64, device=device)
@@ -53,11 +54,3 @@ def _wait(work: dist.Work) -> None:
         work.wait()
     except RuntimeError as error:
         raise ExchangeError(f"all-gather of what ranks tell each other outside of steps: {error}") from error
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group takes tensors from: the processor, if it can."""
-    group = group if group is not None else dist.group.WORLD
-    assert group is not None
-    kinds = {device.type for device in group._device_types}
-    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds.pop())

@@ -36,6 +36,25 @@ def plain(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def steps_until_final(module: DistributedDataParallel) -> int:
+    """After how many steps the buckets of DDP stay as they are.
+
+    It rebuilds them once, after the first step (the second with static_graph), unless it searches for unused parameters.
+    Counted in steps of ours, because all ranks count the same, joined ones included.
+    """
+    if module._has_rebuilt_buckets or (module.find_unused_parameters and not module.static_graph):
+        return 0
+    return 2 if module.static_graph else 1
+
+
+def check_join(module: DistributedDataParallel | None) -> None:
+    if module is not None and module._join_config.enable and not module._divide_by_initial_world_size:
+        raise ExchangeError(
+            "join(divide_by_initial_world_size=False) is not possible with a communication hook, which DDP does not tell "
+            "how many ranks have not joined: leave it at True"
+        )
+
+
 class DDPWire(Wire):
     """What `attach` returns for a codec or a plan. It exchanges nothing before `hook()`."""
 
@@ -86,11 +105,7 @@ class DDPWire(Wire):
         module = self._module()
         if module is None or self.hooked:
             return
-        # DDP rebuilds its buckets once, after the first step (the second with static_graph), unless it searches for
-        # unused parameters. Counted in steps of ours, because all ranks count the same, joined ones included.
-        self._steps_until_final = 2 if module.static_graph else 1
-        if module._has_rebuilt_buckets or (module.find_unused_parameters and not module.static_graph):
-            self._steps_until_final = 0
+        self._steps_until_final = steps_until_final(module)
         module.register_comm_hook(self, _exchange_bucket)
         self.hooked = True
 
@@ -129,20 +144,12 @@ class DDPWire(Wire):
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         # A hook that raises leaves DDP in pieces: it must be told through the future.
         try:
-            self._check_join()
+            check_join(self._module())
             return self._exchange(bucket)
         except Exception as error:
             failed = Future[Any]()
             failed.set_result(error)
             return failed.then(_unwrap)
-
-    def _check_join(self) -> None:
-        module = self._module()
-        if module is not None and module._join_config.enable and not module._divide_by_initial_world_size:
-            raise ExchangeError(
-                "join(divide_by_initial_world_size=False) is not possible with a communication hook, which DDP does not tell "
-                "how many ranks have not joined: leave it at True"
-            )
 
     def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
         if self.error is not None:

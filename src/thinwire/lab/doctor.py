@@ -148,7 +148,11 @@ def _gpu() -> Iterator[Finding]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    text = f"{count} found; thinwire does not use them yet, CUDA tensors are refused" if count else "none; not needed"
+    text = (
+        f"{count} found; `attach` on CUDA is experimental, `thinwire selftest` checks it"
+        if count
+        else "none; not needed"
+    )
     yield Finding("GPU", True, False, text)
     try:
         yield Finding("Triton", True, False, f"{metadata.version('triton')}; not used yet")

@@ -214,10 +214,12 @@ class TorchWorld:
         timeout: timedelta | None = None,
         ranks_per_node: int | None = None,
         why: str = "nobody said how many ranks share one",
+        backend: str | None = None,
     ) -> None:
         parent = process_group if process_group is not None else dist.group.WORLD
         assert parent is not None
         self._ranks = dist.get_process_group_ranks(parent)
+        self._backend = backend
         self._timeout = timeout if timeout is not None else _timeout_of(parent)
         self.size = dist.get_world_size(parent)
         self.rank = dist.get_rank(parent)
@@ -245,6 +247,7 @@ class TorchWorld:
                 group = dist.new_group(
                     [self._ranks[rank] for rank in kind],
                     timeout=self._timeout,
+                    backend=self._backend,
                     use_local_synchronization=not everybody,
                     group_desc=f"thinwire round {round_ + 1} {scope}",
                 )
@@ -333,12 +336,13 @@ def _take_fresh_names(parent: dist.ProcessGroup, kinds: Sequence[tuple[int, ...]
     assert world is not None
     taken = _taken.setdefault(world, {})
     names = dist.distributed_c10d._world.pg_names
-    fresh = torch.tensor(max(len(names), *(taken.get(kind, 0) for kind in kinds)))
+    fresh = torch.tensor(max(len(names), *(taken.get(kind, 0) for kind in kinds)), device=device_of(parent))
     dist.all_reduce(fresh, op=dist.ReduceOp.MAX, group=parent)
-    while len(names) < int(fresh):
+    wanted = int(fresh)
+    while len(names) < wanted:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True, group_desc="thinwire filler")
     for kind in kinds:
-        taken[kind] = int(fresh) + count
+        taken[kind] = wanted + count
 
 
 def ranks_per_node(group: dist.ProcessGroup | None) -> tuple[int | None, str]:
@@ -347,9 +351,9 @@ def ranks_per_node(group: dist.ProcessGroup | None) -> tuple[int | None, str]:
     The ranks must be laid out node by node, equally many on each, as torchrun does it.
     """
     words = [os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")]
-    mine = torch.tensor([int(word) if word.isdecimal() else -1 for word in words])
+    mine = torch.tensor([int(word) if word.isdecimal() else -1 for word in words], device=device_of(group))
     size = dist.get_world_size(group)
-    everyone = torch.empty(2 * size, dtype=mine.dtype)
+    everyone = torch.empty(2 * size, dtype=mine.dtype, device=mine.device)
     dist.all_gather_single(everyone, mine, group=group)
     local, counts = everyone.view(size, 2).T.tolist()
     each = counts[0]
@@ -362,9 +366,17 @@ def ranks_per_node(group: dist.ProcessGroup | None) -> tuple[int | None, str]:
     return each, ""
 
 
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a group takes tensors from: the processor, if it can."""
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    kinds = {device.type for device in group._device_types}
+    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds.pop())
+
+
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     try:
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        timeout = group._get_backend(device_of(group)).options._timeout
     except (RuntimeError, AttributeError):
         return None
     return timeout if isinstance(timeout, timedelta) else None

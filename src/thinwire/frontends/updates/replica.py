@@ -167,6 +167,6 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if parameter.device.type != "cpu":
-        raise AttachError(f"{name!r} is on {parameter.device}: only CPU tensors are supported yet")
+        raise AttachError(f"{name!r} is on {parameter.device}: LocalUpdates takes parameters on the CPU only")
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise AttachError(f"{name!r} is {parameter.dtype}: local updates take float32, bfloat16 and float16")
