@@ -168,9 +168,7 @@ class TopKRun(KeptRun):
         assert self._collective.output is not None
         messages = self._collective.output.view(self.world, -1)
         mean = torch.zeros(self.info.elements, device=self.device)
-        for (
-            message
-        ) in messages.unbind():  # in rank order; the indices of one message differ, so each add is the only one
+        for message in messages.unbind():  # in rank order; the indices of one differ, so each add is the only one
             _, indices, values = torch.split(message, [1, self._count, message.numel() - 1 - self._count])
             values = values.view(self._dtype).narrow(0, 0, self._count).to(torch.float32)
             mean.index_add_(0, indices, values, alpha=1.0 / self.world)
