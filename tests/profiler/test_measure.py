@@ -101,3 +101,11 @@ def test_everything_of_a_candidate_is_known() -> None:
 
     for text in (*CANDIDATES, *HIERARCHICAL):
         thinwire.engine.method.Method.of(text)
+
+
+def test_in_every_step_another_rank_may_be_the_slowest() -> None:
+    from thinwire.profiler.measure import _lateness
+
+    assert _lateness([(1.0, 3.0, 1.0, 3.0, 1.0), (3.0, 1.0, 3.0, 1.0, 1.0)]) == 3.0
+    assert _lateness([(1.0, 1.0, 1.0), (2.0, 2.0, 2.0)]) == 1.0
+    assert _lateness([(), ()]) == 1.0

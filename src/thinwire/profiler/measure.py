@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -120,9 +121,9 @@ def _put_together(
             f"gradients of rank {first} come in another order than those of rank 0, whose order stands here"
         )
     # A group is exchanged when the slowest rank has it.
-    ready, latest = {}, 0.0
+    ready, latest, late = {}, 0.0, _lateness([own.compute.steps for own in everyone])
     for tensor in sorted(tensors, key=lambda tensor: orders[0].index(tensor.name)):
-        latest = max(latest, *(own.compute.ready.get(tensor.name, 0.0) for own in everyone))
+        latest = max(latest, *(late * own.compute.ready.get(tensor.name, 0.0) for own in everyone))
         ready[tensor.name] = latest
     described = tuple(
         profile.Tensor(
@@ -145,7 +146,7 @@ def _put_together(
         fingerprint(described, cluster),
         model,
         cluster,
-        forward=slowest["forward"],
+        forward=late * slowest["forward"],
         backward=latest,
         optimizer=slowest["optimizer"],
         tensors=described,
@@ -160,6 +161,14 @@ def _put_together(
         native_seconds=slowest["wall"],
         remarks=tuple(remarks),
     )
+
+
+def _lateness(steps: Sequence[Sequence[float]]) -> float:
+    """How many times as long the slowest rank of a step takes as the slowest rank usually does: not always the same is late."""
+    if not all(steps):
+        return 1.0
+    usual = max(statistics.median(own) for own in steps)
+    return max(1.0, statistics.median(max(step) for step in zip(*steps, strict=True)) / usual)
 
 
 def _codec_contention(rounds: int = 5) -> float:

@@ -41,6 +41,8 @@ class Compute:
     wall: float
     ready: dict[str, float]
     """In the order in which backward makes gradients ready."""
+    steps: tuple[float, ...] = ()
+    """What each step computed, from forward to optimizer: ranks wait for the slowest in every one of them."""
 
     def undisturbed(
         self, sizes: Mapping[str, int], buckets: Sequence[int], seconds: Callable[[float], float], beside: Beside
@@ -142,6 +144,7 @@ class Watch:
             optimizer=statistics.median(step.optimizer for step in steps),
             wall=statistics.median(step.wall for step in plain),
             ready=ready,
+            steps=tuple(step.forward + max(step.ready.values(), default=0.0) + step.optimizer for step in steps),
         )
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
