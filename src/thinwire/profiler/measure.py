@@ -168,7 +168,8 @@ def _lateness(steps: Sequence[Sequence[float]]) -> float:
     if not all(steps):
         return 1.0
     usual = max(statistics.median(own) for own in steps)
-    return max(1.0, statistics.median(max(step) for step in zip(*steps, strict=True)) / usual)
+    slowest: list[float] = [max(step) for step in zip(*steps, strict=True)]
+    return max(1.0, statistics.median(slowest) / usual)
 
 
 def _codec_contention(rounds: int = 5) -> float:
