@@ -153,6 +153,16 @@ def test_another_codec_keeps_the_residuals(codec: str) -> None:
         conserved(pending(elsewhere), expected)
 
 
+def test_a_codec_that_does_not_go_by_its_default_chain() -> None:
+    """`int8` goes in two rounds by default; `via J` is what it does by itself, and has no name in a state."""
+    saved = _world("int8 via J", 2, steps=3)
+    resumed = _world("int8 via J", 2)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.runner is not None
+    assert {group.chain for group in resumed.runner.layout.groups} == {""}
+    assert all(same(a, b) for a, b in zip(_step(saved, 3), _step(resumed, 3), strict=True))
+
+
 def test_numbers_set_by_hand() -> None:
     exchange = _world("topk(density=0.05)", 2, steps=2)
     exchange.set(density=0.01)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..codecs import Codec
+from ..codecs import Codec, parse
 from ..errors import PlanError
 from ..planner.plan import Plan
 from ..schemes.chain import choose
@@ -39,6 +39,11 @@ class Method:
             raise PlanError(f"a plan names the chain of every group: leave chain={chain!r} out")
         parts = [Part(*choose(group.codec, group.chain or None), group.names) for group in given.groups]
         return Method(tuple(parts), given)
+
+    @staticmethod
+    def saved(codec: str, chain: str) -> Method:
+        """From a state: there no chain means what the codec does by itself, and not the one that it has by default."""
+        return Method.of(codec, chain) if chain else Method((Part(parse(codec)),))
 
     def check(self, tensors: Sequence[TensorInfo], world: int, ranks_per_node: int | None = None) -> None:
         """Refuse a plan of another job, with the first difference."""

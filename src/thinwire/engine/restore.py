@@ -177,7 +177,7 @@ def check(meta: Meta, method: Method, tensors: Sequence[TensorInfo]) -> Method:
     except (TypeError, ValueError) as error:
         raise StateError(f"'{meta.owner}.thinwire' has settings that {method} refuses: {error}") from None
     try:
-        before = Method.of(meta.codec, meta.chain or None) if meta.plan is None else Method.of(meta.plan)
+        before = Method.saved(meta.codec, meta.chain) if meta.plan is None else Method.of(meta.plan)
         before.check(tensors, meta.world)
     except (ThinwireError, TypeError, ValueError) as error:
         raise StateError(f"'{meta.owner}.thinwire' was saved by a method that does not fit: {error}") from None
