@@ -89,11 +89,10 @@ def _measure_one(
     begun, seconds, repetitions = time.perf_counter(), 0.0, REPETITIONS
     for step in range(SIZES):
         size = _round_up(int(SMALLEST_BYTES * ratio**step), 16 * ranks)
-        late = [None if each % 2 else each // 2 % world.size for each in range(repetitions)]
-        times = [_time(world, collective, scope, size, ranks, rank if size >= UNEVEN_BYTES else None) for rank in late]
-        since_last = torch.tensor(times, dtype=torch.float64)  # the rank that came last waited least
-        dist.all_reduce(since_last, op=dist.ReduceOp.MIN, group=world.parent)
-        seconds = float(since_last.mean() if size >= UNEVEN_BYTES else since_last.median())
+        uneven = size >= UNEVEN_BYTES
+        late = [each // 2 % ranks if uneven and each % 2 == 0 else None for each in range(repetitions)]
+        times = [_time(world, collective, scope, size, ranks, place) for place in late]
+        seconds = agreed(world, statistics.mean(times) if uneven else statistics.median(times))
         spent = agreed(world, time.perf_counter() - begun)
         samples.bytes.append(size)
         samples.seconds.append(seconds)
@@ -109,17 +108,20 @@ def _measure_one(
 def _time(
     world: TorchWorld, collective: profile.Collective, scope: Scope, size: int, ranks: int, late: int | None = None
 ) -> float:
-    """From the issue of one collective to its end, on ranks that begin together, or one of them late."""
+    """From the last issue of one collective to its end here; in each group the rank at place `late` begins after the others."""
     part, done = _part(collective, scope, size, ranks, world), threading.Event()
+    mine = Place(world.rank, world.size, world.ranks_per_node).index(scope)
     dist.barrier(group=world.parent)
-    if world.rank == late:
+    if late is not None and mine == late:
         time.sleep(UNEVEN_SECONDS)
     begun = time.perf_counter()
+    if late is not None and mine != late:
+        begun += UNEVEN_SECONDS  # until then there was nothing to do but wait
     pending = world.issue(0, [part], done.set)
     done.wait()
     seconds = time.perf_counter() - begun
     pending.check()
-    return seconds
+    return max(seconds, 0.0)
 
 
 def _part(collective: profile.Collective, scope: Scope, size: int, ranks: int, world: TorchWorld) -> Collective:
