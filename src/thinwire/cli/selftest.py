@@ -7,7 +7,7 @@ import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.markup import escape
@@ -38,7 +38,7 @@ def selftest(
     """
     with errors():
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            raise typer.Exit(_as_rank(backend, json_file))
+            _as_rank(backend, json_file)
         raise typer.Exit(_start(ranks, backend, json_file))
 
 
@@ -71,12 +71,13 @@ def _start(ranks: int, backend: str | None, json_file: Path | None) -> int:
         job.stop()
 
 
-def _as_rank(backend: str | None, json_file: Path | None) -> int:
+def _as_rank(backend: str | None, json_file: Path | None) -> NoReturn:
     """Run it as one of the ranks; only the first speaks."""
     import torch
     import torch.distributed as dist
 
     from ..lab import selftest as checks
+    from ..lab.farewell import leave
     from ..lab.results import result, write
 
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -111,5 +112,4 @@ def _as_rank(backend: str | None, json_file: Path | None) -> int:
             ]
             summary = {"ranks": dist.get_world_size(), "backend": backend, "passed": not bad}
             write(json_file, result("selftest", rows, summary))
-    dist.destroy_process_group()
-    return 1 if bad else 0
+    leave(1 if bad else 0)

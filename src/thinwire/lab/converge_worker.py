@@ -23,6 +23,7 @@ from ..engine.wire import Wire
 from .bench_step import BASE
 from .contest import Method
 from .converge_time import PLAN, is_auto
+from .farewell import leave
 from .peers import ONE_BUCKET_MB, PEERS
 from .step_worker import sent
 from .tasks import Task, load
@@ -146,7 +147,7 @@ def main() -> None:
             "seconds_to_target": setup + seconds if reached else None,
         }
         print(json.dumps(row), flush=True)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

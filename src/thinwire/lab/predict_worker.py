@@ -15,6 +15,7 @@ from ..frontends.profile import WATCHED, Profiling
 from ..frontends.wrap import wrap
 from ..planner.profile import Profile
 from .bench_predict import choose_plans
+from .farewell import leave
 from .step_worker import Contestant, Judge, say
 from .workloads import Workload, load
 
@@ -63,7 +64,7 @@ def main() -> None:
         for place, contestant in enumerate(contestants):
             said = judge.visit(contestant, options.steps)
             say(round=round_, contestant=place, seconds=said["seconds"])
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import thinwire
 from ..engine.wire import Wire
 from ..frontends.auto import AutoWire
 from .bench_step import name_and_size, sizes_of
+from .farewell import leave
 from .methods import updates_of
 from .peers import ONE_BUCKET_MB, PEERS
 from .workloads import Workload, load
@@ -204,7 +205,7 @@ def main() -> None:
         if isinstance(contestant.wire, AutoWire):
             say(explained=contestant.wire.explain(), method=place)
     say(peak_memory_bytes=judge.peak_memory())
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

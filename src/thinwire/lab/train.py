@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 
 from ..frontends.auto import AutoWire
+from .farewell import leave
 from .workloads import load
 
 TRACED = 20
@@ -64,7 +65,9 @@ def main() -> None:
         if isinstance(wire, AutoWire):
             numbers["explained"] = wire.explain()
         print(json.dumps({"stats": numbers}), flush=True)
-    dist.destroy_process_group()
+    if wire is not None:
+        wire.close()
+    leave()
 
 
 if __name__ == "__main__":

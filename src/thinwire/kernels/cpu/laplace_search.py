@@ -259,7 +259,7 @@ def exact_cut(x: Floats, k: int) -> Cut:
 
 
 def _rounded(threshold: float) -> float:
-    return float(np.float32(min(threshold, _LARGEST)))
+    return float(np.float32(min(max(threshold, -_LARGEST), _LARGEST)))
 
 
 def _bits(magnitude: float) -> int:
