@@ -68,8 +68,11 @@ def test_plan_of_a_measured_job(tmp_path):
 
 def test_simulate_sweeps(profiles, tmp_path):
     words = ["--nodes", "2..8", "--network", "pcie-25g", "--codec", "dgc", "--codec", "fp16+efsignsgd"]
+    words += ["--plot", tmp_path / "rows.svg"]
     done = run("simulate", "--profiles", profiles, *words, "--json", tmp_path / "rows.json")
     assert done.exit_code == 0, done.output
+    for text in ("small", "nodes", "no communication"):
+        assert f"<!-- {text} -->" in (tmp_path / "rows.svg").read_text()
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert len(rows) == 2 * 3 * 2 * 6  # models, nodes, codecs, searches
     for row in rows:
@@ -77,6 +80,13 @@ def test_simulate_sweeps(profiles, tmp_path):
     by = {(r["model"], r["nodes"], r["codec"], r["search"]): r["predicted_seconds"] for r in rows}
     for (model, nodes, codec, search), seconds in by.items():
         assert by[model, nodes, codec, "joint"] <= seconds * (1 + 1e-12), search
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "no/where/rows.svg"])
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(name, profiles):
+    done = run("simulate", "--profiles", profiles, "--plot", name)
+    assert done.exit_code == 2
+    assert "Invalid value" in done.output
 
 
 def test_simulate_a_measured_job(tmp_path):

@@ -40,8 +40,12 @@ def test_a_run_has_a_row_for_every_method_and_its_bytes_are_those_of_the_interfa
         "--steps-per-round",
         "2",
     ]
-    result = CliRunner().invoke(app, [*command, "--methods", ",".join(methods), "--json", str(file)])
+    drawn = tmp_path / "step.svg"
+    command += ["--methods", ",".join(methods), "--json", str(file), "--plot", str(drawn)]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
+    for text in (*methods, "seconds a step"):
+        assert f"<!-- {text} -->" in drawn.read_text()
     content = json.loads(file.read_text())
     assert content["command"] == "bench step"
     assert content["summary"]["peak_memory_bytes"][0] > 1e8

@@ -305,6 +305,16 @@ def test_files_that_are_not_what_they_should_be(data: Path, tmp_path: Path) -> N
         converge.run(options, converge.Watcher())
 
 
+def test_plots_of_runs_and_of_many_workers(data: Path, tmp_path: Path) -> None:
+    words = ["--data", data, "--results", tmp_path, "--steps", 4, "--batch-size", 16, "--seeds", 1, "--evaluations", 1]
+    outcome = _run(*words, "--workers", "2,4", "--method", "dense,topk(density=0.1)", "--plot", tmp_path / "a.svg")
+    assert outcome.exit_code == 0, outcome.output
+    for text in ("dense, 2 workers", "topk(density=0.1), 4 workers", "seconds of training"):
+        assert f"<!-- {text} -->" in (tmp_path / "a.svg").read_text()
+    for text in ("topk(density=0.1)", "workers", "4"):
+        assert f"<!-- {text} -->" in (tmp_path / "a-workers.svg").read_text()
+
+
 # -- time to accuracy --------------------------------------------------------------------------------------------------
 
 

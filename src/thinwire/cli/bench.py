@@ -15,7 +15,7 @@ from ..codecs import CODECS, parse
 from ..lab.methods import updates_of
 from ..lab.netns import format_rate
 from ..lab.results import result, write
-from .console import JsonFile, can_be_written, console, errors, failure, output
+from .console import JsonFile, can_be_drawn, console, errors, failure, output
 from .converge import converge
 
 app = typer.Typer(
@@ -118,7 +118,7 @@ def step(
     ] = True,
     json_file: JsonFile = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw step time over rate to this .svg or .png.", callback=can_be_written)
+        Path | None, typer.Option(help="Draw step time over rate to this .svg, .png or .pdf.", callback=can_be_drawn)
     ] = None,
 ) -> None:
     """Training steps of thinwire's codecs and of what a user would pick instead, over the same emulated links.

@@ -59,6 +59,15 @@ def can_be_written(path: Path | None) -> Path | None:
     return path
 
 
+def can_be_drawn(path: Path | None) -> Path | None:
+    """Before a command works for minutes: can its plot be drawn?"""
+    from ..lab.plots import hindrance
+
+    if path is not None and (problem := hindrance(path)) is not None:
+        raise typer.BadParameter(problem)
+    return can_be_written(path)
+
+
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", callback=can_be_written, help="Write the results to this file."),

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..lab.bench_step import split
 from ..lab.results import result, write
-from .console import JsonFile, console, errors, failure, output
+from .console import JsonFile, can_be_drawn, console, errors, failure, output
 
 UNFINISHED = 75  # EX_TEMPFAIL: the same command goes on
 
@@ -63,7 +63,8 @@ def converge(
     nodes: Annotated[int, typer.Option(help="With --rate: emulated machines.", min=1)] = 2,
     json_file: JsonFile = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw loss over steps, bytes and time to this .svg or .png.")
+        Path | None,
+        typer.Option(help="Draw loss over steps, bytes and time to this .svg, .png or .pdf.", callback=can_be_drawn),
     ] = None,
 ) -> None:
     """Train the same model on the same data with every method, and compare with dense.

@@ -20,7 +20,7 @@ from ..planner.simulation import Simulation
 from ..planner.whatif import elsewhere
 from ..suggest import suggest
 from . import planning
-from .console import JsonFile, can_be_written, console, errors, output
+from .console import JsonFile, can_be_drawn, console, errors, output
 from .plan import measured_row
 
 
@@ -45,7 +45,7 @@ def simulate(
     forward: Annotated[float, typer.Option(help=planning.FORWARD_HELP, min=0)] = 0.0,
     json_file: JsonFile = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw step time over nodes to this .svg or .png.", callback=can_be_written)
+        Path | None, typer.Option(help="Draw step time over nodes to this .svg, .png or .pdf.", callback=can_be_drawn)
     ] = None,
 ) -> None:
     """What a step would take on another cluster, by every search, and how far that is from no communication at all.
@@ -161,26 +161,24 @@ def _cell(row: dict[str, Any]) -> str:
 
 def _plot(path: Path, rows: list[dict[str, Any]]) -> None:
     """Step time over nodes, one panel a model, one line a search and network."""
-    try:
-        from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        raise PlanError(f"{str(path)!r} is not drawn: a plot needs matplotlib (pip install matplotlib)") from None
+    from ..lab.plots import figure
+
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(7, 1 + 3.5 * len(models)), layout="constrained")
-    for axes, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
-        mine = [row for row in rows if row["model"] == model]
-        links = [row["network"].split(" ", 1)[-1] for row in mine]
-        for search, link, codec in dict.fromkeys(
-            (row["search"], link, row["codec"]) for row, link in zip(mine, links, strict=True)
-        ):
-            points = {
-                row["nodes"]: 1e3 * row["predicted_seconds"]
-                for row, other in zip(mine, links, strict=True)
-                if (row["search"], other, row["codec"]) == (search, link, codec)
-            }
-            axes.plot(list(points), list(points.values()), marker="o", label=f"{search}, {codec}, {link}")
-        axes.axhline(1e3 * mine[0]["bound_seconds"], color="grey", linestyle=":", label="no communication")
-        axes.set(title=model, xlabel="nodes", ylabel="ms a step", xscale="log", yscale="log")
-        axes.set_xticks(sorted({row["nodes"] for row in mine}), [str(n) for n in sorted({r["nodes"] for r in mine})])
-        axes.legend(fontsize="x-small")
-    figure.savefig(path)
+    with figure(path, 7, 1 + 3.5 * len(models)) as drawn:
+        for axes, model in zip(drawn.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
+            mine = [row for row in rows if row["model"] == model]
+            links = [row["network"].split(" ", 1)[-1] for row in mine]
+            for search, link, codec in dict.fromkeys(
+                (row["search"], link, row["codec"]) for row, link in zip(mine, links, strict=True)
+            ):
+                points = {
+                    row["nodes"]: 1e3 * row["predicted_seconds"]
+                    for row, other in zip(mine, links, strict=True)
+                    if (row["search"], other, row["codec"]) == (search, link, codec)
+                }
+                axes.plot(list(points), list(points.values()), marker="o", label=f"{search}, {codec}, {link}")
+            axes.axhline(1e3 * mine[0]["bound_seconds"], color="grey", linestyle=":", label="no communication")
+            axes.set(title=model, xlabel="nodes", ylabel="ms a step", xscale="log", yscale="log")
+            sizes = sorted({row["nodes"] for row in mine})
+            axes.set_xticks(sizes, [str(size) for size in sizes])
+            axes.legend(fontsize="x-small")

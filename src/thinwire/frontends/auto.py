@@ -63,10 +63,7 @@ LEAST_GAIN = 0.08
 promises less is not worth one, because a hook cannot be taken out again."""
 
 HYSTERESIS = 0.05
-"""Of a step: what another plan must promise, once one is running."""
-
-SURPRISE = 1.15
-"""Times the predicted step: from here on a plan is compared with a plain one."""
+"""Of a step: what another plan must promise, once one is running or was tried."""
 
 LONGEST_MEASUREMENT, SHORT_MEASUREMENT = 12.0, 4.0
 
@@ -210,7 +207,7 @@ class AutoWire(DDPWire):
         self._rest(self._running)
 
     def _switch(self, plan: Plan, words: str, considered: Sequence[str] = (), plain: Plan | None = None) -> None:
-        """From the next step on by this plan, on trial; `plain` is tried too if it disappoints."""
+        """From the next step on by this plan, on trial; `plain` is tried too if it promises more than this one keeps."""
         self._before, self._plain = self.method, plain
         self._go_over(plan)
         self._decide(f"{words}; switching to {self.method}", considered)
@@ -232,7 +229,7 @@ class AutoWire(DDPWire):
             f"{milliseconds(measured)} a step, predicted {milliseconds(plan.predicted_seconds)}, "
             f"before {milliseconds(self._baseline)}"
         )
-        if self._disappoints(plan, measured, words):
+        if self._tries_plain(plan, measured, words):
             return
         if measured < self._baseline:
             self._decide(f"{words}: kept")
@@ -246,11 +243,11 @@ class AutoWire(DDPWire):
             self._save(left_to_ddp(self._profile, self.quality, self._baseline, self._borders))
         self._rest(self._running)
 
-    def _disappoints(self, plan: Plan, measured: float, words: str) -> bool:
-        """Whether a plan is so much slower than predicted that the plain one, which asks less of the machine, is tried."""
+    def _tries_plain(self, plan: Plan, measured: float, words: str) -> bool:
+        """Whether a plan took longer than the plain one, which asks less of the machine, should: then that is tried too."""
         plain, before, faster = self._plain, self._before, measured < self._baseline
         least = (1.0 - HYSTERESIS) * min(measured, self._baseline)
-        if plain is None or measured < SURPRISE * plan.predicted_seconds or plain.predicted_seconds > least:
+        if plain is None or plain.predicted_seconds > least:
             return False
         if faster:
             self._baseline = measured

@@ -20,6 +20,7 @@ from .cluster import Cluster
 from .methods import EXAMPLE, updates_of
 from .netns import LabError, format_rate, parse_rate
 from .news import follow
+from .plots import figure
 
 PACKET_OVERHEAD = 66  # Ethernet 14, IPv4 20, TCP 20 with its time stamps 12
 CEILING, BASE, SILENT, AUTO = "none", "fp32", "noop", "auto"
@@ -338,17 +339,12 @@ def ratio_interval(
 
 def plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Step time over rate, one line a method."""
-    try:
-        from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        raise LabError(f"{str(path)!r} is not drawn: a plot needs matplotlib (pip install matplotlib)") from None
     rates = sorted({row["rate"] for row in rows}, key=lambda rate: parse_rate(rate) or float("inf"))
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
-    for method in dict.fromkeys(row["method"] for row in rows):
-        points = {row["rate"]: row["seconds"] for row in rows if row["method"] == method}
-        axes.plot([rates.index(rate) for rate in points], list(points.values()), marker="o", label=method)
-    axes.set_xticks(range(len(rates)), rates)
-    axes.set(xlabel="rate of the links", ylabel="seconds a step", yscale="log")
-    axes.legend(fontsize="small", ncols=2)
-    figure.savefig(path)
+    with figure(path, 9, 5.5) as drawn:
+        axes = drawn.subplots()
+        for method in dict.fromkeys(row["method"] for row in rows):
+            points = {row["rate"]: row["seconds"] for row in rows if row["method"] == method}
+            axes.plot([rates.index(rate) for rate in points], list(points.values()), marker="o", label=method)
+        axes.set_xticks(range(len(rates)), rates)
+        axes.set(xlabel="rate of the links", ylabel="seconds a step", yscale="log")
+        axes.legend(fontsize="small", ncols=2)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .contest import REFERENCE
-from .netns import LabError
+from .plots import figure
 
 Row = dict[str, Any]
 
@@ -69,44 +69,38 @@ def summarise(rows: Sequence[Row], references: Sequence[Row] = ()) -> list[Row]:
 
 def plot(path: Path, outcomes: Sequence[dict[str, Any]]) -> None:
     """Training loss over steps, bytes and time, and density over steps: one line a method, the first seed of each."""
-    try:
-        from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        raise LabError(f"{str(path)!r} is not drawn: a plot needs matplotlib (pip install matplotlib)") from None
-    figure = Figure(figsize=(13, 8), layout="constrained")
     panels = {
         "step": ("steps", "loss"),
         "bytes": ("bytes that a rank handed over", "loss"),
         "seconds": ("seconds of training", "loss"),
         "support": ("steps", "share of elements in the mean"),
     }
-    for axes, (key, (below, beside)) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-        for outcome in _firsts(outcomes):
-            row, trace = outcome["row"], outcome["trace"]
-            x, y = ("step", "support") if key == "support" else (key, "loss")
-            points = [(point[x], point[y]) for point in trace if point[x] is not None and point[y] is not None]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=f"{row['method']}, {row['workers']} workers")
-        axes.set(xlabel=below, ylabel=beside, yscale="log", xscale="log" if key == "bytes" else "linear")
-    figure.axes[0].legend(fontsize="small")
-    figure.savefig(path)
+    with figure(path, 13, 8) as drawn:
+        for axes, (key, (below, beside)) in zip(drawn.subplots(2, 2).flat, panels.items(), strict=True):
+            for outcome in _firsts(outcomes):
+                row, trace = outcome["row"], outcome["trace"]
+                x, y = ("step", "support") if key == "support" else (key, "loss")
+                points = [(point[x], point[y]) for point in trace if point[x] is not None and point[y] is not None]
+                if points:
+                    axes.plot(*zip(*points, strict=True), label=f"{row['method']}, {row['workers']} workers")
+            axes.set(xlabel=below, ylabel=beside, yscale="log", xscale="log" if key == "bytes" else "linear")
+        drawn.axes[0].legend(fontsize="small")
 
 
 def plot_build_up(path: Path, rows: Sequence[Row]) -> None:
     """Density of the mean over the number of workers, one line a method."""
-    try:
-        from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        raise LabError(f"{str(path)!r} is not drawn: a plot needs matplotlib (pip install matplotlib)") from None
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    for method in dict.fromkeys(row["method"] for row in rows):
-        points = sorted((row["workers"], row["density"]) for row in rows if row["method"] == method and row["density"])
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=method)
-    axes.set(xlabel="workers", ylabel="share of elements in the mean", yscale="log", xscale="log")
-    axes.legend()
-    figure.savefig(path)
+    with figure(path, 7, 5) as drawn:
+        axes = drawn.subplots()
+        for method in dict.fromkeys(row["method"] for row in rows):
+            own = [row for row in rows if row["method"] == method and row["density"]]
+            points = sorted((row["workers"], row["density"]) for row in own)
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=method)
+        workers = sorted({row["workers"] for row in rows})
+        axes.set(xlabel="workers", ylabel="share of elements in the mean", yscale="log", xscale="log")
+        axes.set_xticks(workers, [str(count) for count in workers])
+        axes.minorticks_off()
+        axes.legend()
 
 
 def _firsts(outcomes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
