@@ -16,6 +16,7 @@ WORK = f"""
 import json, sys, time
 import torch, torch.distributed as dist
 import thinwire
+from thinwire.lab.farewell import leave
 from thinwire.lab.step_worker import sent
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -33,7 +34,7 @@ for text in json.loads(sys.argv[1]):
     exchange.close()
 if dist.get_rank() == 0:
     print("FOUND", json.dumps(found), flush=True)
-dist.destroy_process_group()
+leave()
 """
 
 
