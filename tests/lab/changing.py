@@ -1,4 +1,7 @@
-"""One rank of a job whose links change while it runs: trains with `auto`, and says at the end what became of it."""
+"""One rank of a job whose links change while it runs: trains with `auto`, and says at the end what became of it.
+
+Arguments: the workload, how many steps, the steps at which to say so, and what a hook must save in the first decision.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,24 @@ from thinwire.frontends.auto import AutoWire
 from thinwire.lab.farewell import leave
 from thinwire.lab.workloads import load
 
-STEPS, DROP, RAISE = 250, 60, 170  # the first decisions may take 44 steps
-
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    work, rank = load(sys.argv[1]), dist.get_rank()
+    name, steps, said, least = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), float(sys.argv[4])
+    work, rank = load(name), dist.get_rank()
     ddp = DistributedDataParallel(work.model(), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    auto.LEAST_GAIN = 0.5  # on the fast link DDP stays alone, however crowded the machine is
+    usual, auto.LEAST_GAIN = auto.LEAST_GAIN, least
     wire = thinwire.attach(ddp, plan_file="")
     assert isinstance(wire, AutoWire)
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         work.loss(ddp, work.batch(step, rank)).backward()
         optimizer.step()
-        if rank == 0 and step in (DROP, RAISE):
+        if len(wire.decisions) > 1:
+            auto.LEAST_GAIN = usual
+        if rank == 0 and step in said:
             print(json.dumps({"step": step}), flush=True)
     left = wire.runner.members[0].left() if wire.runner is not None else {}
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in left.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -44,6 +45,22 @@ def test_every_gradient_in_order() -> None:
     watch.close()
     _loop(model, 2)
     assert len(watch.steps) == 5
+
+
+class Waiting(nn.Linear):
+    """Its forward is mostly waiting, as that of a thread that others keep from its core."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        time.sleep(0.02)
+        return y
+
+
+def test_a_crowd_is_noticed() -> None:
+    model = nn.Sequential(nn.Flatten(), Waiting(32, 10))
+    watch = Watch(model, dict(model.named_parameters()))
+    _loop(model, 3)
+    assert watch.compute().crowd > 2
 
 
 class Odd(nn.Module):

@@ -10,6 +10,7 @@ whatever decides is the mean over all of them. Only the search for another plan 
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from torch import Tensor
 from ..codecs import Codec
 from ..engine.agree import compile_kernels
 from ..engine.method import Method
-from ..engine.pipeline import WORK
 from ..engine.state import Meta
 from ..engine.watchdog import Watchdog
 from ..errors import PlanError, ThinwireError
@@ -35,6 +35,7 @@ from ..planner.drift import Cusum
 from ..planner.plan import Plan, Quality
 from ..planner.profile import Cluster, Profile
 from ..profiler.links import measure as measure_links
+from ..profiler.links import probe
 from ..schemes.world import TorchWorld
 from . import kept
 from .ddp import DDPWire, parameters_of
@@ -60,10 +61,23 @@ PERIOD = 8
 
 LEAST_GAIN = 0.08
 """Of a step: what a hook may cost on a fast link, where a dense exchange through Python takes 3 to 13 % more. A plan that
-promises less is not worth one, because a hook cannot be taken out again."""
+promises less is not worth one, because a hook cannot be taken out again. Where threads wait for cores it costs as much more."""
 
 HYSTERESIS = 0.05
 """Of a step: what another plan must promise, once one is running or was tried."""
+
+APART = 1.5
+"""What was measured is so many times what was predicted, or the other way round: links may have changed meanwhile."""
+
+CHECKED = 5
+"""Steps of DDP alone that are watched once more in that case."""
+
+CROWDED = 1.2
+"""Threads for every core from which on it is worth a word."""
+
+PROBED, SMALLEST_PROBE, LARGEST_PROBE, LARGEST_SHARE = 2, 1 << 16, 1 << 20, 0.05
+"""While a codec runs, every second look times one message of so many bytes, of at most this share of a step: below 64 KB
+what a link lets pass at once hides its rate."""
 
 LONGEST_MEASUREMENT, SHORT_MEASUREMENT = 12.0, 4.0
 
@@ -91,7 +105,7 @@ class _Seen:
     """Means over ranks of medians over some steps; whether rank 0 has a new plan; whether a watchdog barked."""
 
     wall: float
-    wire: float
+    link: float
     planned: bool
     alarm: str = ""
 
@@ -113,12 +127,12 @@ class AutoWire(DDPWire):
         self._plain: Plan | None = None
         self._baseline = 0.0
         self._walls: list[float] = []
-        self._wires: list[float] = []
+        self._looks = 0
         self._trial: list[float] = []
         self._void = self._paused = self._planning = False
         self._dog = Watchdog({tensor.name: tensor.elements for tensor in self.tensors})
         self._look: _Look | None = None
-        self._step_time, self._wire_time = Cusum(), Cusum(allowed=0.3, alarm=0.8)
+        self._step_time, self._link_time = Cusum(), _watch_on_links()
         self._search: Search | None = None
         self._file = self._place_of_plan(plan_file)
         self._profiling: Profiling | None = None
@@ -144,8 +158,8 @@ class AutoWire(DDPWire):
         """No profile is wanted any more; what was seen so far says nothing about what comes now."""
         if self._profiling is not None:
             self._profiling.rest()
-        self._walls, self._wires, self._trial, self._look, self._void = [], [], [], None, False
-        self._step_time, self._wire_time = Cusum(), Cusum(allowed=0.3, alarm=0.8)
+        self._walls, self._trial, self._look, self._void, self._looks = [], [], None, False, 0
+        self._step_time, self._link_time = Cusum(), _watch_on_links()
         self._phase = phase
 
     # -- between two steps ---------------------------------------------------------------------------------------------
@@ -178,24 +192,43 @@ class AutoWire(DDPWire):
         if not profiling.ready:
             return
         found = profiling.watch.compute()
-        native, compute = self._mean(found.wall, found.forward + found.backward + found.optimizer)
-        self.native_seconds = self._baseline = native
-        words = f"a step takes {milliseconds(native)} with DDP alone, {milliseconds(compute)} of it computation"
+        native, compute, crowd = self._mean(found.wall, found.forward + found.backward + found.optimizer, found.crowd)
+        words = f"{milliseconds(compute)} of it computation"
         if native - compute < LEAST_GAIN * native:
-            self._stay(f"{words}: no method can save {LEAST_GAIN:.0%}")
+            self.native_seconds = self._baseline = native
+            self._stay(f"{_alone(native)}, {words}: no method can save {LEAST_GAIN:.0%}")
             return
         budget = min(LONGEST_MEASUREMENT, max(2.0, 20 * native))
         profile = profiling.measure(candidates=self._candidates(budget), budget=budget)
         self._borders = profiling.borders(profile)
         self._profile = profile = by_buckets(profile, self._borders)
         choice: Choice = self._from_rank_0(lambda: best(profile, self.quality, self._borders))
+        if _apart(native, choice.plan.dense_seconds):
+            expected = f"by its links it should take {milliseconds(choice.plan.dense_seconds)}"
+            self._decide(f"{_alone(native)}, {expected}: watching {CHECKED} more steps")
+            self._rest(functools.partial(self._checking, choice, words, crowd))
+        else:
+            self._weigh(choice, native, words, crowd)
+
+    def _checking(self, choice: Choice, words: str, crowd: float) -> None:
+        """DDP alone once more, because its steps and the links, which were measured after them, did not fit."""
+        assert self._profiling is not None
+        self._walls.append(self._profiling.watch.steps[-1].wall)
+        if len(self._walls) == CHECKED:
+            (native,) = self._mean(statistics.median(self._walls))
+            self._weigh(choice, native, words, crowd)
+
+    def _weigh(self, choice: Choice, native: float, words: str, crowd: float) -> None:
+        """Whether the best plan is worth a hook. `crowd`: how many threads want each core."""
+        self.native_seconds = self._baseline = native
         # Where the model is off for DDP alone, it is off for the plan.
         choice = choice.at(native / choice.plan.dense_seconds)
-        plan, predicted = choice.plan, choice.plan.predicted_seconds
+        plan, predicted, least = choice.plan, choice.plan.predicted_seconds, LEAST_GAIN * crowd
         gain = 1.0 - predicted / native
-        words += f"; the best plan is predicted at {milliseconds(predicted)}, {gain:.0%} less"
-        if is_dense(plan) or gain < LEAST_GAIN:
-            self._stay(f"{words}, where a hook may cost {LEAST_GAIN:.0%}", choice.considered)
+        words = f"{_alone(native)}, {words}; the best plan is predicted at {milliseconds(predicted)}, {gain:.0%} less"
+        if is_dense(plan) or gain < least:
+            reason = f", with {crowd:.1f} threads for every core" if crowd > CROWDED else ""
+            self._stay(f"{words}, where a hook may cost {least:.0%}{reason}", choice.considered)
         else:
             self._switch(plan, words, choice.considered, choice.plain)
 
@@ -229,7 +262,7 @@ class AutoWire(DDPWire):
             f"{milliseconds(measured)} a step, predicted {milliseconds(plan.predicted_seconds)}, "
             f"before {milliseconds(self._baseline)}"
         )
-        if self._tries_plain(plan, measured, words):
+        if self._finds_links_changed(plan, measured, words) or self._tries_plain(plan, measured, words):
             return
         if measured < self._baseline:
             self._decide(f"{words}: kept")
@@ -242,6 +275,17 @@ class AutoWire(DDPWire):
         if self._profile is not None and before.plan is None:
             self._save(left_to_ddp(self._profile, self.quality, self._baseline, self._borders))
         self._rest(self._running)
+
+    def _finds_links_changed(self, plan: Plan, measured: float, words: str) -> bool:
+        """Whether a trial went so far from its prediction because links changed: then another plan is sought."""
+        if self._profile is None or not _apart(measured, plan.predicted_seconds):
+            return False
+        (links,) = self._mean(self._links_now(self._profile, measured))
+        if not _apart(links, 1.0):
+            return False
+        self._seek(words, links, measured)
+        self._phase = self._running
+        return True
 
     def _tries_plain(self, plan: Plan, measured: float, words: str) -> bool:
         """Whether a plan took longer than the plain one, which asks less of the machine, should: then that is tried too."""
@@ -265,7 +309,7 @@ class AutoWire(DDPWire):
         if seen.alarm:
             self._give_up(seen.alarm)
             return
-        changed = self._step_time.observe(seen.wall) | self._wire_time.observe(seen.wire)
+        changed = self._step_time.observe(seen.wall) | self._link_time.observe(seen.link)
         if seen.planned:
             self._adopt()
         elif changed and not self._planning:
@@ -289,28 +333,27 @@ class AutoWire(DDPWire):
         active = self.runner is not None and not self._went_direct
         if active:
             assert self.runner is not None
-            phases = [phase for timing in self.runner.statistics.last for phase in timing.phases]
-            self._wires.append(sum(stop - start for name, start, stop in phases if name not in WORK))
             self._void |= self.runner.members[0].last_off
         if len(self._walls) < PERIOD:
             return None
         last, self._look = self._look, self._issue(active)
-        self._walls, self._wires, self._void = [], [], False
+        self._walls, self._void = [], False
         if last is None:
             return None
         last.work.wait()
-        wall, wire, planned, void = (float(number) for number in last.means[:4])
+        wall, link, planned, void = (float(number) for number in last.means[:4])
         verdict = self._dog.judge(last.means[4:], last.applied) if last.applied.numel() and not void else None
-        return _Seen(wall, wire, bool(planned), verdict.reason if verdict is not None else "")
+        return _Seen(wall, link, bool(planned), verdict.reason if verdict is not None else "")
 
     def _issue(self, active: bool) -> _Look:
         """Begin to average what the ranks saw in the last steps. It arrives while the next ones run."""
         left = self.runner.members[0].left() if active and self.runner is not None else {}
         due = self._dog.due(left) if active else None
+        self._looks += 1
         means = torch.tensor(
             [
                 statistics.median(self._walls),
-                statistics.median(self._wires) if self._wires else 0.0,
+                self._probe() if active and self._looks % PROBED == 0 else 0.0,
                 float(self._search is not None and self._search.done),
                 float(self._void),
             ]
@@ -323,12 +366,25 @@ class AutoWire(DDPWire):
         work = dist.all_reduce(means, op=dist.ReduceOp.AVG, group=self._parent, async_op=True)
         return _Look(work, means, applied)
 
+    def _probe(self) -> float:
+        """Seconds of a message large enough to show the rate, and small beside a step.
+
+        A codec that suits a slow link hides that it has become fast: neither its steps nor its small messages tell.
+        """
+        assert isinstance(self.world, TorchWorld)
+        size = SMALLEST_PROBE
+        if self._profile is not None and self.plan is not None:
+            link, allowed = self._profile.link("all_gather", "flat"), LARGEST_SHARE * self.plan.predicted_seconds
+            while size < LARGEST_PROBE and link.seconds(2 * size) < allowed:
+                size *= 2
+        return probe(self.world, size)
+
     def _plan_again(self) -> None:
-        step, wire = self._step_time, self._wire_time
+        step, link = self._step_time, self._link_time
         assert self._profiling is not None
         words = f"steps went from {milliseconds(step.level)} to {milliseconds(step.last)}"
-        if wire.level > 0.0:
-            words += f", their collectives from {milliseconds(wire.level)} to {milliseconds(wire.last)}"
+        if link.level > 0.0:
+            words += f", a message between them from {milliseconds(link.level)} to {milliseconds(link.last)}"
         if self._profile is None:  # this run began with a plan that was saved without one
             if self.hooked:
                 self._go_over("dense")
@@ -336,19 +392,24 @@ class AutoWire(DDPWire):
             self._rest(self._watching)
             self._profiling.begin()
             return
+        self._seek(words, self._links_now(self._profile, step.last), step.last)
+
+    def _seek(self, words: str, links: float, seconds: float) -> None:
+        """Look for another plan, beside the training, for links that need `links` times as long; a step takes `seconds`."""
+        assert self._profile is not None
+        assert self._profiling is not None
         self._borders = self._borders or self._profiling.borders(self._profile)
-        links = self._links_now(self._profile)
         self._decide(
             f"{words}; links pass a byte in {links:.2f} times the seconds: planning again, beside the training"
         )
-        self._baseline, self._planning = step.last, True
+        self._baseline, self._planning = seconds, True
         if self.world.members[0] == 0:
-            self._search = Search(self._profile, self.plan, self.quality, links, step.last, self._borders)
+            self._search = Search(self._profile, self.plan, self.quality, links, seconds, self._borders)
 
-    def _links_now(self, profile: Profile) -> float:
+    def _links_now(self, profile: Profile, step: float) -> float:
         """How many times the seconds of the profile links need for a byte. Takes about a step."""
         assert isinstance(self.world, TorchWorld)
-        budget = min(1.0, max(0.2, self._step_time.last))
+        budget = min(1.0, max(0.2, step))
         (samples,) = measure_links(self.world, [("all_gather", "flat")], budget=budget, largest=1 << 20)
         now, before = samples.link(), profile.link("all_gather", "flat")
         small, large = samples.bytes[0], samples.bytes[-1]
@@ -507,6 +568,19 @@ class AutoWire(DDPWire):
         if self._profiling is not None:
             self._profiling.close()
         super().close()
+
+
+def _watch_on_links() -> Cusum:
+    """Single messages vary much: only what takes several times as long, or twice as long twice, is a change."""
+    return Cusum(allowed=0.5, alarm=0.5)
+
+
+def _alone(seconds: float) -> str:
+    return f"a step takes {milliseconds(seconds)} with DDP alone"
+
+
+def _apart(one: float, other: float) -> bool:
+    return max(one, other) > APART * min(one, other)
 
 
 def _nothing() -> None:

@@ -105,6 +105,11 @@ def _measure_one(
     return samples
 
 
+def probe(world: TorchWorld, size: int) -> float:
+    """Seconds of one all-gather to which every rank hands `size` bytes, between two steps."""
+    return _time(world, "all_gather", "flat", size, world.size)
+
+
 def _time(
     world: TorchWorld, collective: profile.Collective, scope: Scope, size: int, ranks: int, late: int | None = None
 ) -> float:

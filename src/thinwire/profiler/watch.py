@@ -25,6 +25,8 @@ class Step:
     """One step as it was seen. Seconds; `ready` since backward began, in the order of arrival."""
 
     forward: float = 0.0
+    crowd: float = 1.0
+    """How much longer the module's forward took than its thread worked."""
     ready: dict[str, float] = field(default_factory=dict)
     optimizer: float = 0.0
     wall: float = 0.0
@@ -41,6 +43,8 @@ class Compute:
     wall: float
     ready: dict[str, float]
     """In the order in which backward makes gradients ready."""
+    crowd: float = 1.0
+    """How many threads want each core, as far as a thread that does nothing but compute can tell."""
     steps: tuple[float, ...] = ()
     """What each step computed, from forward to optimizer: ranks wait for the slowest in every one of them."""
 
@@ -93,7 +97,7 @@ class Watch:
         self._module = weakref.ref(module)
         self._keep, self._on_step = keep, on_step
         self._step: Step | None = None
-        self._begun = self._backward = self._optimizing = 0.0
+        self._begun = self._worked = self._backward = self._optimizing = 0.0
         self._in_backward = False
         self._own = {id(parameter) for parameter in named.values()}
         self._hooks: list[Any] = [
@@ -144,6 +148,7 @@ class Watch:
             optimizer=statistics.median(step.optimizer for step in steps),
             wall=statistics.median(step.wall for step in plain),
             ready=ready,
+            crowd=max(1.0, statistics.median(step.crowd for step in steps)),
             steps=tuple(step.forward + max(step.ready.values(), default=0.0) + step.optimizer for step in steps),
         )
 
@@ -154,9 +159,12 @@ class Watch:
             if self._step is not None and self._in_backward and not self._step.wall:
                 self._step_ends(0.0)  # an optimizer that is not torch's
             self._step, self._begun, self._in_backward = Step(), time.perf_counter(), False
+            self._worked = time.thread_time()
 
     def _forward_ends(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._step is not None:
+            worked = time.thread_time() - self._worked
+            self._step.crowd = (time.perf_counter() - self._begun) / max(worked, 1e-9)
             for tensor in tensors_of(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]

@@ -9,14 +9,13 @@ from numpy.typing import NDArray
 
 from thinwire.kernels.cpu._jit import kernel
 from thinwire.kernels.cpu._masks import STREAM, stream_zeros
+from thinwire.kernels.cpu._tiles import AHEAD, TILE, add_tile, prefetch
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int32]
 
-TILE = 4096
 CACHED = 1 << 18  # elements that are worth having in the cache when they are cleared: what follows finds them there
 _EXPONENT = np.int32(0x7F800000)  # all ones exactly for NaN and infinity
-_LARGEST = np.float32(np.finfo(np.float32).max)
 
 
 @kernel
@@ -30,40 +29,15 @@ def all_finite(x: Floats) -> bool:
 
 
 @kernel
-def _sum_is_finite(residual: Floats, gradient: Floats) -> bool:
-    bad = False
-    for i in range(residual.size):
-        bad |= not (abs(residual[i] + gradient[i]) <= _LARGEST)
-    return not bad
-
-
-@kernel
 def accumulate(residual: Floats, gradient: Floats) -> bool:
     """`residual += gradient`, both float32 (n,), tile by tile; a tile whose sum is not finite stays as it was.
 
-    True when every tile was added.  Memory: one pass (2 reads, 1 write).  A tile is tested by the loop that adds the
-    tile before it, so that reading ahead and adding overlap; the addition then finds its tile in the cache.
+    True when every tile was added.  Memory: one pass (2 reads, 1 write).
     """
+    before = np.empty(TILE, np.float32)
     finite = True
-    good = _sum_is_finite(residual[:TILE], gradient[:TILE])
-    for start in range(0, residual.size, TILE):
-        r = residual[start : start + TILE]
-        g = gradient[start : start + TILE]
-        r_next = residual[start + TILE : start + 2 * TILE]
-        g_next = gradient[start + TILE : start + 2 * TILE]
-        if good and r_next.size == TILE:
-            bad = False
-            for i in range(TILE):
-                bad |= not (abs(r_next[i] + g_next[i]) <= _LARGEST)
-                r[i] += g[i]
-            good = not bad
-        else:
-            if good:
-                for i in range(r.size):
-                    r[i] += g[i]
-            else:
-                finite = False
-            good = _sum_is_finite(r_next, g_next)
+    for tile in range(0, residual.size, TILE):
+        finite &= add_tile(residual, gradient, tile, before)
     return finite
 
 
@@ -73,7 +47,9 @@ def take(residual: Floats, indices: Indices, values: Floats) -> None:
 
     residual float32 (n,), indices int32 (k,), values float32 (k,).  Memory: k cache lines read and written.
     """
+    last = indices.size - 1
     for i in range(indices.size):
+        prefetch(residual, indices[min(i + AHEAD, last)])
         j = indices[i]
         values[i] = residual[j]
         residual[j] = np.float32(0.0)
@@ -96,7 +72,9 @@ def add_at(out: Floats, indices: Indices, values: Floats, scale: float) -> None:
     out float32 (n,), indices int32 (k,), values float32 (k,).  Memory: k cache lines read and written.
     """
     factor = np.float32(scale)
+    last = indices.size - 1
     for i in range(indices.size):
+        prefetch(out, indices[min(i + AHEAD, last)])
         out[indices[i]] += values[i] * factor
 
 
@@ -124,6 +102,7 @@ def write_at(out: Floats, indices: Indices, values: Floats, scale: float) -> Non
     out float32 (n,), indices int32 (k,), values float32 (k,).  Memory: one write pass and k cache lines.
     """
     clear(out)
-    factor = np.float32(scale)
+    factor, last = np.float32(scale), indices.size - 1
     for i in range(indices.size):
+        prefetch(out, indices[min(i + AHEAD, last)])
         out[indices[i]] = values[i] * factor

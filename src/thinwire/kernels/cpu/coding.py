@@ -20,6 +20,7 @@ from thinwire.kernels.cpu._halves import BF16 as BF16
 from thinwire.kernels.cpu._halves import FP16 as FP16
 from thinwire.kernels.cpu._halves import FP32, narrow, widen
 from thinwire.kernels.cpu._jit import kernel
+from thinwire.kernels.cpu._tiles import AHEAD, prefetch
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Floats: TypeAlias = NDArray[np.float32]
@@ -94,8 +95,9 @@ def take_rounded(
     residual float32 (n,), indices int32 (k,), distinct, words uint16 (k,), values float32 (k,).
     Memory: k cache lines read and written.
     """
-    most = np.float32(limit)
+    most, last = np.float32(limit), indices.size - 1
     for i in range(indices.size):
+        prefetch(residual, indices[min(i + AHEAD, last)])
         j = indices[i]
         bits = narrow(min(max(residual[j], -most), most), coding)
         sent = widen(bits, coding)

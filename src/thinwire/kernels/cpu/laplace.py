@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from thinwire.kernels.cpu._halves import FP32, narrow, widen
 from thinwire.kernels.cpu._jit import kernel
 from thinwire.kernels.cpu._masks import BLOCK, ONE, block_mask, count_bits, lowest_bit
+from thinwire.kernels.cpu._tiles import TILE, add_tile
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -18,38 +19,9 @@ Indices = NDArray[np.int32]
 Words = NDArray[np.int32]
 Counts = NDArray[np.int64]
 
-TILE = 4096
 LANES = 64  # independent partial sums, so that the sum of a tile is vectorised in an order that is written down
-_LARGEST = np.float32(np.finfo(np.float32).max)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _TWO, _THREE, _BLOCK = np.uint64(2), np.uint64(3), np.uint64(BLOCK)
-
-
-@kernel
-def _sum_is_finite(residual: Floats, gradient: Floats) -> bool:
-    bad = False
-    for i in range(residual.size):
-        bad |= not (abs(residual[i] + gradient[i]) <= _LARGEST)
-    return not bad
-
-
-@kernel
-def _add_tile(residual: Floats, gradient: Floats, tile: int, good: bool) -> bool:
-    """Add the tile unless it is known to be bad, and test the one behind it in the same loop: is that one good?"""
-    r = residual[tile : tile + TILE]
-    g = gradient[tile : tile + TILE]
-    r_next = residual[tile + TILE : tile + 2 * TILE]
-    g_next = gradient[tile + TILE : tile + 2 * TILE]
-    if good and r_next.size == TILE:
-        bad = False
-        for i in range(TILE):
-            bad |= not (abs(r_next[i] + g_next[i]) <= _LARGEST)
-            r[i] += g[i]
-        return not bad
-    if good:
-        for i in range(r.size):
-            r[i] += g[i]
-    return _sum_is_finite(r_next, g_next)
 
 
 @kernel
@@ -87,10 +59,9 @@ def accumulate_measure(residual: Floats, gradient: Floats) -> tuple[bool, float,
     finite = True
     total = 0.0
     nonzero = 0
-    good = _sum_is_finite(residual[:TILE], gradient[:TILE])
+    before = np.empty(TILE, np.float32)
     for tile in range(0, residual.size, TILE):
-        finite &= good
-        good = _add_tile(residual, gradient, tile, good)
+        finite &= add_tile(residual, gradient, tile, before)
         tile_total, tile_largest, tile_nonzero = _measure_tile(residual[tile : tile + TILE], lanes)
         total += tile_total
         largest[0] = max(largest[0], tile_largest)
@@ -173,10 +144,9 @@ def accumulate_collect(
     finite = True
     wanted = 0
     excess = 0.0
-    good = _sum_is_finite(residual[:TILE], gradient[:TILE])
+    before = np.empty(TILE, np.float32)
     for tile in range(0, residual.size, TILE):
-        finite &= good
-        good = _add_tile(residual, gradient, tile, good)
+        finite &= add_tile(residual, gradient, tile, before)
         wanted, tile_excess = _collect_tile(residual, tile, threshold, indices, values, wanted)
         excess += tile_excess
     return finite, wanted, excess
@@ -196,10 +166,9 @@ def accumulate_take(
     excess = 0.0
     bits = residual.view(np.int32)
     above = np.float32(threshold).view(np.int32) + np.int32(1)
-    good = _sum_is_finite(residual[:TILE], gradient[:TILE])
+    before = np.empty(TILE, np.float32)
     for tile in range(0, residual.size, TILE):
-        finite &= good
-        good = _add_tile(residual, gradient, tile, good)
+        finite &= add_tile(residual, gradient, tile, before)
         total = _select_tile(bits, tile, above, indices, wanted)
         tile_excess = 0.0
         for i in range(wanted, min(total, indices.size)):

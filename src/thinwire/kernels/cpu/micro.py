@@ -8,24 +8,15 @@ from numpy.typing import NDArray
 
 from thinwire.kernels.cpu._jit import kernel
 from thinwire.kernels.cpu._masks import BLOCK, ONE, block_mask, count_bits, lowest_bit
+from thinwire.kernels.cpu._tiles import TILE, add_tile
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int32]
 Words = NDArray[np.int32]
 Offsets = NDArray[np.int64]
 
-TILE = 4096
-_LARGEST = np.float32(np.finfo(np.float32).max)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _TWO, _BLOCK = np.uint64(2), np.uint64(BLOCK)
-
-
-@kernel
-def _sum_is_finite(residual: Floats, gradient: Floats) -> bool:
-    bad = False
-    for i in range(residual.size):
-        bad |= not (abs(residual[i] + gradient[i]) <= _LARGEST)
-    return not bad
 
 
 @kernel
@@ -72,34 +63,17 @@ def accumulate_select_segments(
     start; what lies behind the written ones is undefined.  Returns (finite, wanted, written): wanted counts on when
     indices is full.  A tile of 4096 whose sum is not finite is not added, and makes finite False.
 
-    Memory: one pass (2 reads, 1 write); selection finds its tile in the cache.  A tile is tested by the loop that adds
-    the tile before it, so that reading ahead and adding overlap.
+    Memory: one pass (2 reads, 1 write); selection finds its tile in the cache.
     """
     finite = True
     wanted = 0
     segment = 0
     bits = residual.view(np.int32)
     limits = thresholds.view(np.int32)
-    good = _sum_is_finite(residual[:TILE], gradient[:TILE])
+    before = np.empty(TILE, np.float32)
     for tile in range(0, residual.size, TILE):
         end = min(tile + TILE, residual.size)
-        finite &= good
-        r = residual[tile:end]
-        g = gradient[tile:end]
-        r_next = residual[end : end + TILE]
-        g_next = gradient[end : end + TILE]
-        if good and r_next.size == TILE:
-            bad = False
-            for i in range(TILE):
-                bad |= not (abs(r_next[i] + g_next[i]) <= _LARGEST)
-                r[i] += g[i]
-            good = not bad
-        else:
-            if good:
-                for i in range(r.size):
-                    r[i] += g[i]
-            good = _sum_is_finite(r_next, g_next)
-
+        finite &= add_tile(residual, gradient, tile, before)
         first = max(tile, start)
         last = min(end, stop)
         while first < last:
