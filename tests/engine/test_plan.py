@@ -17,7 +17,7 @@ from tests.models import batch, digest, mlp, train, wrapped
 from tests.plans import plan_of
 from tests.ranks import run
 from thinwire.errors import AttachError, PlanError, StateError
-from thinwire.frontends.wrap import bucket_caps, wrap
+from thinwire.frontends.wrap import bucket_caps, falling_caps, wrap
 from thinwire.planner.plan import Plan
 
 SHAPES = {"a": (30, 41), "b": (7,), "c": (50, 53), "d": (6, 5, 3, 3), "e": (9,), "f": (40, 30)}
@@ -299,6 +299,60 @@ def test_caps_of_buckets() -> None:
     narrow = msgspec.structs.replace(plan.tensors[1], dtype="float16")
     mixed = msgspec.structs.replace(plan, tensors=(plan.tensors[0], narrow))
     assert bucket_caps(mixed) == []
+
+
+class Wide(torch.nn.Sequential):
+    """Eight layers of 1 MB."""
+
+    def __init__(self) -> None:
+        super().__init__(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))
+
+
+def test_sizes_of_buckets_for_one_codec() -> None:
+    layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(42)]
+    assert [round(cap, 3) for cap in falling_caps(torch.nn.Sequential(*layers))] == [24.0, 12.0, 6.0]
+    assert [round(cap, 3) for cap in falling_caps(Wide())] == [6.0, 2.0]
+    assert falling_caps(torch.nn.Linear(512, 512, bias=False)) == [1.0]
+    assert falling_caps(torch.nn.Sequential(layers[0], torch.nn.Linear(2, 2).double())) == []
+
+
+def _wrap_one_codec(codec: str, options: dict[str, Any]) -> tuple[list[int], str]:
+    model = Wide()
+    with torch.no_grad():
+        for place, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.randn(512, 512, generator=torch.Generator().manual_seed(place)) / 512**0.5)
+    ddp, wire = wrap(model, codec, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 512, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return [len(names) for names in wire._seen], digest(ddp)
+
+
+@pytest.mark.parametrize(
+    ("codec", "options", "layers"),
+    [
+        ("micro(density=0.1)", {}, [6, 2]),
+        ("micro(density=0.1)", {"bucket_cap_mb": 4}, [4, 4]),
+        ("dense", {}, [1, 7]),
+    ],
+)
+def test_wrap_gives_few_buckets_to_a_codec(codec: str, options: dict[str, Any], layers: list[int]) -> None:
+    results = run(2, _wrap_one_codec, codec, options)
+    assert [buckets for buckets, _ in results] == [layers, layers]
+    assert results[0][1] == results[1][1]
+
+
+def _refused_by_wrap() -> str:
+    with pytest.raises(thinwire.ThinwireError) as info:
+        wrap(Wide(), "micor" if dist.get_rank() else "micro")
+    return str(info.value)
+
+
+def test_a_wrong_codec_on_one_rank_is_refused_on_all() -> None:
+    assert all("micor" in text for text in run(2, _refused_by_wrap))
 
 
 def _refusals() -> list[str]:

@@ -1,7 +1,8 @@
-"""A DDP module whose buckets are the groups of a plan."""
+"""A DDP module whose buckets suit what they are sent with: the groups of a plan, or sizes for one codec."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..codecs import Codec
 from ..engine.layout import Exclude
 from ..planner.plan import Plan, Quality
+from ..schemes.chain import choose
 from .attach import AUTO, attach
 from .ddp import DDPWire
 
@@ -32,18 +34,45 @@ def wrap(
     timeout: timedelta | None = None,
     **ddp_options: Any,
 ) -> tuple[DistributedDataParallel, DDPWire]:
-    """`DistributedDataParallel(model, **ddp_options)` and `attach` in one, so that DDP's buckets can follow the plan.
+    """`DistributedDataParallel(model, **ddp_options)` and `attach` in one, so that DDP's buckets can suit what is sent.
 
-    A group that is a bucket is exchanged where DDP has it, without a copy, as soon as its last gradient is there. Sizes of
-    buckets that you give yourself are left alone.
+    With a plan they are its groups: a group that is a bucket is exchanged where DDP has it, without a copy, as soon as its
+    last gradient is there. With a codec that compresses they are few and become smaller towards the end of backward, see
+    `falling_caps`. Sizes of buckets that you give yourself are left alone, and so are DDP's own with "auto" and "dense".
     """
-    if isinstance(codec, Plan) and not {"bucket_cap_mb", "bucket_cap_mb_list"} & set(ddp_options):
-        caps = bucket_caps(codec)
+    if not {"bucket_cap_mb", "bucket_cap_mb_list"} & set(ddp_options):
+        caps = bucket_caps(codec) if isinstance(codec, Plan) else []
+        with contextlib.suppress(Exception):  # whatever is wrong with a codec, `attach` says it, on all ranks
+            if not isinstance(codec, Plan) and codec != AUTO and choose(codec, chain)[0].keeps_residual:
+                caps = falling_caps(model)
         if caps:
             ddp_options["bucket_cap_mb_list"] = caps
     ddp = DistributedDataParallel(model, **ddp_options)
     options: Mapping[str, Any] = {"exclude": exclude, "min_elements": min_elements, "timeout": timeout}
     return ddp, attach(ddp, codec, quality=quality, plan_file=plan_file, chain=chain, scaler=scaler, **options)
+
+
+LAST_SHARE, LAST_MB, LARGEST_MB = 1 / 7, (2.0, 32.0), 128.0
+
+
+def falling_caps(model: nn.Module) -> list[float]:
+    """Sizes of buckets, in MB, for a codec that makes little of them: each half of the one before, as far as there is room.
+
+    Nothing hides what happens to the last bucket, so it is small: a seventh of all, within 2 and 32 MB. Each bucket costs
+    the same, whatever its size, so there are few, and none of the 1 MB with which DDP begins by itself.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if len({parameter.dtype for parameter in parameters}) != 1:
+        return []  # DDP begins the list anew for every dtype
+    rest = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
+    low, high = LAST_MB
+    size = min(max(rest * LAST_SHARE, low), high)
+    caps: list[float] = []
+    while rest > 1.5 * size:
+        caps.insert(0, size)
+        rest -= size
+        size = min(2 * size, LARGEST_MB)
+    return [rest, *caps]
 
 
 def bucket_caps(plan: Plan) -> list[float]:

@@ -173,8 +173,7 @@ class Gradients(Contestant):
     ) -> None:
         super().__init__(task, method, seed, workers, world, exceptions)
         self.model = task.model(seed).to(memory_format=task.layout)  # type: ignore[call-overload]
-        momentum = 0.0 if method.momentum else None
-        self._optimizer = task.recipe.make(self.model.parameters(), momentum)
+        self._optimizer = task.recipe.make(self.model.parameters(), corrected=method.momentum)
         self.named = dict(self.model.named_parameters())
         self.exchange = Exchange(
             self.named,

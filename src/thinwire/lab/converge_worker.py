@@ -44,8 +44,7 @@ class Job:
         plan = thinwire.Plan.load(text) if text.endswith(PLAN) and not auto else None
         method = Method.parse(text) if peer is None and plan is None and not auto and text != BASE else None
         self.factor = method.lr / task.recipe.lr if method is not None and method.lr else 1.0
-        momentum = 0.0 if method is not None and method.momentum else None
-        inner = task.recipe.make(self.model.parameters(), momentum)
+        inner = task.recipe.make(self.model.parameters(), corrected=method.momentum if method is not None else 0.0)
         self.optimizer = inner
         if method is not None and method.updates is not None:
             way = method.updates

@@ -62,12 +62,17 @@ class Recipe:
         done = (step - self.warm_up) / max(1, self.steps - self.warm_up)
         return self.lr * 0.5 * (1.0 + math.cos(math.pi * done))
 
-    def make(self, parameters: Iterable[Tensor], momentum: float | None = None) -> torch.optim.Optimizer:
-        """`momentum` other than the recipe's: where the codec has it."""
+    def make(self, parameters: Iterable[Tensor], corrected: float = 0.0) -> torch.optim.Optimizer:
+        """`corrected` is momentum that the codec applies itself: the optimizer then has none.
+
+        Weight decay does not pass through the codec, so it gets by its size what momentum would have made of it.
+        """
         if self.optimizer == "adamw":
             return torch.optim.AdamW(parameters, lr=self.lr, betas=(0.9, 0.99), weight_decay=self.weight_decay)
-        own = self.momentum if momentum is None else momentum
-        return torch.optim.SGD(parameters, lr=self.lr, momentum=own, weight_decay=self.weight_decay)
+        if corrected:
+            decay = self.weight_decay / (1.0 - corrected)
+            return torch.optim.SGD(parameters, lr=self.lr, weight_decay=decay)
+        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True)
