@@ -205,6 +205,8 @@ def test_the_codec_takes_over_momentum_and_gradients_are_clipped_before_feedback
     task = dataclasses.replace(task, recipe=recipe)
     one = contest.make(task, Method.parse("micro(momentum=0.9)"), 0, 2, thinwire.LocalWorld(2))
     assert [group["momentum"] for group in one.optimizer.param_groups] == [0.0]
+    decay = dataclasses.replace(recipe, weight_decay=1e-4).make([torch.zeros(1)], corrected=0.9).param_groups[0]
+    assert decay["weight_decay"] == pytest.approx(1e-3)  # what momentum would have made of it
     dense = contest.make(task, Method.parse("dense"), 0, 2, thinwire.LocalWorld(2))
     assert [group["momentum"] for group in dense.optimizer.param_groups] == [0.9]
     assert isinstance(dense, contest.Gradients)

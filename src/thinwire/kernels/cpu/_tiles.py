@@ -72,7 +72,7 @@ def add_tile(residual: Floats, gradient: Floats, tile: int, before: Floats) -> b
     """`residual += gradient` on the tile of 4096 elements from `tile` on, unless a sum of it is not finite.
 
     before float32 (4096,) is where the tile is kept until all of it is known to be finite: it stays in the nearest cache,
-    which takes a third less time than testing the sums first and adding then.
+    which took a fifth less time than testing the sums first and adding then.
     """
     end = min(tile + TILE, residual.size)
     whole = end - (end - tile) % _BLOCK
