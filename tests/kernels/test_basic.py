@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.kernels.cpu import basic
+from thinwire.kernels.finite import all_finite
 from thinwire.kernels.reference import basic as reference
 
 SIZES = st.sampled_from([0, 1, 2, 63, 64, 65, 1000, 4095, 4096, 4097, 8191, 8192, 8193, 12_289, 20_000])
@@ -42,6 +43,13 @@ def test_all_finite_equals_reference(data: st.DataObject) -> None:
     x = draw_vector(data, data.draw(SIZES))
     spoil(data, x)
     assert basic.all_finite(x) == reference.all_finite(torch.from_numpy(x))
+
+
+@unhurried
+@given(st.lists(st.floats(width=32), max_size=70))
+def test_all_finite_of_bfloat16(values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float32).bfloat16()
+    assert all_finite(x) == bool(torch.isfinite(x).all())
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -383,7 +383,10 @@ class MiCRO(Codec):
         block = -(-state.group.elements // BLOCKS)
         if block < 32:
             return
-        counts = np.bincount(state.support[: state.count] // block, minlength=BLOCKS)
+        edges = np.minimum(np.arange(BLOCKS + 1) * block, state.group.elements).astype(np.int32)
+        counts = np.diff(
+            np.searchsorted(state.support[: state.count], edges)
+        )  # it ascends, so not all need be looked at
         state.weights = 0.95 * state.weights + 0.05 * counts
         smooth = state.weights + 0.05 * max(state.weights.sum(), 1e-9) / BLOCKS
         reached = np.cumsum(smooth) / smooth.sum()

@@ -52,14 +52,15 @@ def wrap(
     return ddp, attach(ddp, codec, quality=quality, plan_file=plan_file, chain=chain, scaler=scaler, **options)
 
 
-LAST_SHARE, LAST_MB, LARGEST_MB = 1 / 7, (2.0, 32.0), 128.0
+LAST_SHARE, LAST_MB, GROWTH, LARGEST_MB = 1 / 6, (2.0, 32.0), 5, 128.0
 
 
 def falling_caps(model: nn.Module) -> list[float]:
-    """Sizes of buckets, in MB, for a codec that makes little of them: each half of the one before, as far as there is room.
+    """Sizes of buckets, in MB, for a codec that makes little of them: a large one and a small one, in most models.
 
-    Nothing hides what happens to the last bucket, so it is small: a seventh of all, within 2 and 32 MB. Each bucket costs
-    the same, whatever its size, so there are few, and none of the 1 MB with which DDP begins by itself.
+    Nothing hides what happens to the last bucket, so it is small: a sixth of all, within 2 and 32 MB. Each bucket costs the
+    same beside what its bytes do, so there are few, and none of the 1 MB with which DDP begins by itself. None is above
+    128 MB, so that large models are sent while backward goes on.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if len({parameter.dtype for parameter in parameters}) != 1:
@@ -71,7 +72,7 @@ def falling_caps(model: nn.Module) -> list[float]:
     while rest > 1.5 * size:
         caps.insert(0, size)
         rest -= size
-        size = min(2 * size, LARGEST_MB)
+        size = min(GROWTH * size, LARGEST_MB)
     return [rest, *caps]
 
 

@@ -12,6 +12,10 @@ def all_finite(tensor: Tensor) -> bool:
         from .cpu import basic
 
         return basic.all_finite(tensor.numpy())
+    if tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.device.type == "cpu":
+        from .cpu import basic
+
+        return basic.all_finite_bf16(tensor.view(torch.int16).numpy())
     # A finite sum means finite terms; the slow test is only for sums that overflow.
     total = tensor.sum(dtype=torch.float32)
     return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())

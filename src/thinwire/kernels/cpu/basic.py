@@ -16,6 +16,7 @@ Indices = NDArray[np.int32]
 
 CACHED = 1 << 18  # elements that are worth having in the cache when they are cleared: what follows finds them there
 _EXPONENT = np.int32(0x7F800000)  # all ones exactly for NaN and infinity
+_EXPONENT_BF16 = np.int16(0x7F80)
 
 
 @kernel
@@ -26,6 +27,15 @@ def all_finite(x: Floats) -> bool:
     for i in range(bits.size):
         largest = max(largest, bits[i] & _EXPONENT)  # no early exit: it would stop the loop from being vectorised
     return bool(largest != _EXPONENT)
+
+
+@kernel
+def all_finite_bf16(bits: NDArray[np.int16]) -> bool:
+    """True when no bfloat16 number with these bits, int16 (n,), is NaN or infinite.  Memory: one read pass."""
+    largest = np.int16(0)
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & _EXPONENT_BF16)
+    return bool(largest != _EXPONENT_BF16)
 
 
 @kernel
