@@ -310,12 +310,12 @@ class Wide(torch.nn.Sequential):
 
 def test_sizes_of_buckets_for_one_codec() -> None:
     layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(42)]
-    assert [round(cap, 3) for cap in falling_caps(torch.nn.Sequential(*layers))] == [35.0, 7.0]
-    assert [round(cap, 3) for cap in falling_caps(Wide())] == [6.0, 2.0]
+    assert [round(cap, 3) for cap in falling_caps(torch.nn.Sequential(*layers))] == [29.4, 12.6]
+    assert [round(cap, 3) for cap in falling_caps(Wide())] == [5.6, 2.4]
     assert falling_caps(torch.nn.Linear(512, 512, bias=False)) == [1.0]
     with torch.device("meta"):
         large = torch.nn.Linear(1 << 14, 1 << 14, bias=False)
-    assert falling_caps(large) == [96.0, *[128.0] * 7, 32.0]
+    assert falling_caps(large) == [*[128.0] * 7, 96.0, 32.0]
     assert falling_caps(torch.nn.Sequential(layers[0], torch.nn.Linear(2, 2).double())) == []
 
 

@@ -72,8 +72,9 @@ APART = 1.5
 CHECKED = 5
 """Steps of DDP alone that are watched once more in that case."""
 
-CROWDED = 1.2
-"""Threads for every core from which on it is worth a word."""
+CROWDED, MOST_CROWDED = 1.2, 2.0
+"""Threads for every core from which on it is worth a word, and beyond which a hook is not taken to cost still more: plans
+that promise a fifth of a step are worth a trial wherever they run."""
 
 PROBED, SMALLEST_PROBE, LARGEST_PROBE, LARGEST_SHARE = 2, 1 << 16, 1 << 20, 0.05
 """While a codec runs, every second look times one message of so many bytes, of at most this share of a step: below 64 KB
@@ -223,7 +224,7 @@ class AutoWire(DDPWire):
         self.native_seconds = self._baseline = native
         # Where the model is off for DDP alone, it is off for the plan.
         choice = choice.at(native / choice.plan.dense_seconds)
-        plan, predicted, least = choice.plan, choice.plan.predicted_seconds, LEAST_GAIN * crowd
+        plan, predicted, least = choice.plan, choice.plan.predicted_seconds, LEAST_GAIN * min(crowd, MOST_CROWDED)
         gain = 1.0 - predicted / native
         words = f"{_alone(native)}, {words}; the best plan is predicted at {milliseconds(predicted)}, {gain:.0%} less"
         if is_dense(plan) or gain < least:

@@ -52,15 +52,15 @@ def wrap(
     return ddp, attach(ddp, codec, quality=quality, plan_file=plan_file, chain=chain, scaler=scaler, **options)
 
 
-LAST_SHARE, LAST_MB, GROWTH, LARGEST_MB = 1 / 6, (2.0, 32.0), 5, 128.0
+LAST_SHARE, LAST_MB, GROWTH, LARGEST_MB = 0.3, (2.0, 32.0), 3, 128.0
 
 
 def falling_caps(model: nn.Module) -> list[float]:
-    """Sizes of buckets, in MB, for a codec that makes little of them: a large one and a small one, in most models.
+    """Sizes of buckets, in MB, for a codec that makes little of them: two in most models, the second one smaller.
 
-    Nothing hides what happens to the last bucket, so it is small: a sixth of all, within 2 and 32 MB. Each bucket costs the
-    same beside what its bytes do, so there are few, and none of the 1 MB with which DDP begins by itself. None is above
-    128 MB, so that large models are sent while backward goes on.
+    Each bucket costs the same beside what its bytes do, so there are few, and none of the 1 MB with which DDP begins by
+    itself. Nothing hides what happens to the last one, so it is the smallest: 0.3 of all, within 2 and 32 MB. The first one
+    must not come so late that a slow link has little to do before, and none is above 128 MB.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if len({parameter.dtype for parameter in parameters}) != 1:
