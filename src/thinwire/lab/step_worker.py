@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
+import math
 import os
 import resource
 import time
@@ -53,6 +55,11 @@ class Contestant:
         if isinstance(self.optimizer, thinwire.LocalUpdates):
             return self.optimizer.steps
         return self.wire.runner.statistics.steps if self.wire is not None and self.wire.runner is not None else 0
+
+    def uncounted(self, steps: int) -> int:
+        """How many steps a visit of so many begins with: each step of a period is to be counted in its turn."""
+        period = self.optimizer.period if isinstance(self.optimizer, thinwire.LocalUpdates) else 1
+        return next(count for count in itertools.count(UNCOUNTED) if math.gcd(count + steps, period) == 1)
 
     def step(self, work: Workload, rank: int) -> tuple[float, float]:
         """Forward, backward and optimizer; its seconds, and those of the processor in all threads."""
@@ -135,7 +142,7 @@ class Judge:
     def visit(self, contestant: Contestant, steps: int) -> dict[str, Any]:
         """Some steps of one method, after uncounted ones. Seconds are those of the slowest rank, the rest are means."""
         seconds, cpu = [], 0.0
-        for _ in range(UNCOUNTED):
+        for _ in range(contestant.uncounted(steps)):
             contestant.step(self.work, self.rank)
         before = handed_over(contestant)
         self.barrier()
