@@ -284,6 +284,8 @@ class AutoWire(DDPWire):
         (links,) = self._mean(self._links_now(self._profile, measured))
         if not _apart(links, 1.0):
             return False
+        if measured < self._baseline:
+            self._save(plan)
         self._seek(words, links, measured)
         self._phase = self._running
         return True
@@ -425,6 +427,8 @@ class AutoWire(DDPWire):
         words = f"predicted {milliseconds(plan.predicted_seconds)} a step instead of {milliseconds(choice.present)}"
         if gain < HYSTERESIS or (is_dense(plan) and self.method.direct):
             self._decide(f"the best plan is {words}: no change", choice.considered)
+            if self.plan is not None:
+                self._save(self.plan)
             self._rest(self._running)
         elif is_dense(plan):
             self._go_over("dense")
