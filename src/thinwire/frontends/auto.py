@@ -29,7 +29,7 @@ from ..engine.watchdog import Watchdog
 from ..errors import PlanError, ThinwireError
 from ..kernels.finite import all_finite
 from ..log import logger
-from ..planner.again import Choice, Search, best, is_dense, left_to_ddp, milliseconds
+from ..planner.again import Choice, Search, alone, best_beside, is_dense, left_to_ddp, milliseconds
 from ..planner.choose import by_buckets
 from ..planner.drift import Cusum
 from ..planner.plan import Plan, Quality
@@ -123,6 +123,7 @@ class AutoWire(DDPWire):
         self._parent = self.world.parent
         self._phase: Callable[[], None] = self._watching
         self._profile: Profile | None = None
+        self._fit = 1.0
         self._borders: list[int] = []
         self._before = self.method
         self._plain: Plan | None = None
@@ -203,27 +204,27 @@ class AutoWire(DDPWire):
         profile = profiling.measure(candidates=self._candidates(budget), budget=budget)
         self._borders = profiling.borders(profile)
         self._profile = profile = by_buckets(profile, self._borders)
-        choice: Choice = self._from_rank_0(lambda: best(profile, self.quality, self._borders))
-        if _apart(native, choice.plan.dense_seconds):
-            expected = f"by its links it should take {milliseconds(choice.plan.dense_seconds)}"
-            self._decide(f"{_alone(native)}, {expected}: watching {CHECKED} more steps")
-            self._rest(functools.partial(self._checking, choice, words, crowd))
+        expected: float = self._from_rank_0(lambda: alone(profile, self._borders))
+        if _apart(native, expected):
+            expectation = f"by its links it should take {milliseconds(expected)}"
+            self._decide(f"{_alone(native)}, {expectation}: watching {CHECKED} more steps")
+            self._rest(functools.partial(self._checking, profile, words, crowd))
         else:
-            self._weigh(choice, native, words, crowd)
+            self._weigh(profile, native, words, crowd)
 
-    def _checking(self, choice: Choice, words: str, crowd: float) -> None:
+    def _checking(self, profile: Profile, words: str, crowd: float) -> None:
         """DDP alone once more, because its steps and the links, which were measured after them, did not fit."""
         assert self._profiling is not None
         self._walls.append(self._profiling.watch.steps[-1].wall)
         if len(self._walls) == CHECKED:
             (native,) = self._mean(statistics.median(self._walls))
-            self._weigh(choice, native, words, crowd)
+            self._weigh(profile, native, words, crowd)
 
-    def _weigh(self, choice: Choice, native: float, words: str, crowd: float) -> None:
+    def _weigh(self, profile: Profile, native: float, words: str, crowd: float) -> None:
         """Whether the best plan is worth a hook. `crowd`: how many threads want each core."""
         self.native_seconds = self._baseline = native
-        # Where the model is off for DDP alone, it is off for the plan.
-        choice = choice.at(native / choice.plan.dense_seconds)
+        choice: Choice = self._from_rank_0(lambda: best_beside(profile, self.quality, self._borders, native))
+        self._fit = choice.fit
         plan, predicted, least = choice.plan, choice.plan.predicted_seconds, LEAST_GAIN * min(crowd, MOST_CROWDED)
         gain = 1.0 - predicted / native
         words = f"{_alone(native)}, {words}; the best plan is predicted at {milliseconds(predicted)}, {gain:.0%} less"
@@ -407,7 +408,7 @@ class AutoWire(DDPWire):
         )
         self._baseline, self._planning = seconds, True
         if self.world.members[0] == 0:
-            self._search = Search(self._profile, self.plan, self.quality, links, seconds, self._borders)
+            self._search = Search(self._profile, self.plan, self.quality, links, seconds, self._borders, self._fit)
 
     def _links_now(self, profile: Profile, step: float) -> float:
         """How many times the seconds of the profile links need for a byte. Takes about a step."""
@@ -422,7 +423,7 @@ class AutoWire(DDPWire):
     def _adopt(self) -> None:
         search, self._search, self._planning = self._search, None, False
         choice: Choice = self._from_rank_0(lambda: search.result() if search is not None else None)
-        self._profile, plan = choice.profile, choice.plan
+        self._profile, self._fit, plan = choice.profile, choice.fit, choice.plan
         gain = 1.0 - plan.predicted_seconds / choice.present
         words = f"predicted {milliseconds(plan.predicted_seconds)} a step instead of {milliseconds(choice.present)}"
         if gain < HYSTERESIS or (is_dense(plan) and self.method.direct):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,9 @@ from .plan import Plan, Quality
 from .predict import predict
 from .profile import Profile
 
+FURTHEST = 4.0
+"""How many times what was measured of links alone a byte may take beside a computation, or the other way round."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -24,6 +28,7 @@ class Choice:
 
     plain    the fastest of those with one codec for everything, in DDP's own buckets; None if that is the plan, or dense
     present  what the way in use is predicted to take
+    fit      how many times the seconds of the profile a byte takes beside a computation, see `fit`
     """
 
     profile: Profile
@@ -31,6 +36,7 @@ class Choice:
     considered: tuple[str, ...]
     plain: Plan | None = None
     present: float = 0.0
+    fit: float = 1.0
 
     def at(self, factor: float) -> Choice:
         """The same, where a step takes `factor` times what was predicted."""
@@ -61,6 +67,39 @@ def best(profile: Profile, quality: Quality, borders: Sequence[int] = ()) -> Cho
     if plain is not None and (is_dense(plain) or describe(plain) == describe(plan)):
         plain = None
     return Choice(profile, plan, tuple(words), plain)
+
+
+def fit(profile: Profile, seconds: float, borders: Sequence[int] = ()) -> float:
+    """How many times their seconds for a byte links must need, for DDP alone to take as long as it was measured to.
+
+    They were measured on cores that computed nothing. Beside a computation a byte takes longer, and takes more from it.
+    """
+    groups = as_ddp(profile, borders=borders)
+    low, high = 1.0 / FURTHEST, FURTHEST
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        if predict(fitted(profile, middle), groups).seconds < seconds:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(low * high)
+
+
+def fitted(profile: Profile, times: float) -> Profile:
+    """The profile of a job in which a byte takes so many times the seconds, of the link and of the processor alike."""
+    return msgspec.structs.replace(scaled(profile, times), contention=profile.contention)
+
+
+def alone(profile: Profile, borders: Sequence[int] = ()) -> float:
+    """What a step of DDP alone is predicted to take."""
+    return predict(profile, as_ddp(profile, borders=borders)).seconds
+
+
+def best_beside(profile: Profile, quality: Quality, borders: Sequence[int], seconds: float) -> Choice:
+    """The best plan of a job whose steps take `seconds` with DDP alone."""
+    times = fit(profile, seconds, borders)
+    found = best(fitted(profile, times), quality, borders)
+    return replace(found.at(seconds / found.plan.dense_seconds), profile=profile, fit=times)
 
 
 def left_to_ddp(profile: Profile, quality: Quality, seconds: float, borders: Sequence[int] = ()) -> Plan:
@@ -104,9 +143,10 @@ class Search:
         links: float,
         seconds: float,
         borders: Sequence[int] = (),
+        fit: float = 1.0,
     ) -> None:
         self._answer: Choice | PlanError | None = None
-        work = functools.partial(again, profile, present, quality, links, seconds, borders)
+        work = functools.partial(again, profile, present, quality, links, seconds, borders, fit)
         threading.Thread(target=self._work, args=(work,), name="thinwire-planner", daemon=True).start()
 
     @property
@@ -128,10 +168,18 @@ class Search:
 
 
 def again(
-    profile: Profile, present: Plan | None, quality: Quality, links: float, seconds: float, borders: Sequence[int]
+    profile: Profile,
+    present: Plan | None,
+    quality: Quality,
+    links: float,
+    seconds: float,
+    borders: Sequence[int],
+    fit: float = 1.0,
 ) -> Choice:
-    now = scaled(profile, links)
+    # What a byte costs a computation does not depend on the link.
+    profile, fit = scaled(profile, links), max(1.0 + (fit - 1.0) / links, 1.0 / FURTHEST)
+    now = fitted(profile, fit)
     found = best(now, quality, borders)
     # Where the model is off, it is off for both.
     off = seconds / predict(now, present.groups if present is not None else as_ddp(now, borders=borders)).seconds
-    return replace(found.at(off), present=seconds)
+    return replace(found.at(off), profile=profile, present=seconds, fit=fit)
