@@ -37,13 +37,16 @@ def wrap(
     """`DistributedDataParallel(model, **ddp_options)` and `attach` in one, so that DDP's buckets can suit what is sent.
 
     With a plan they are its groups: a group that is a bucket is exchanged where DDP has it, without a copy, as soon as its
-    last gradient is there. With a codec that compresses they are few and become smaller towards the end of backward, see
-    `falling_caps`. Sizes of buckets that you give yourself are left alone, and so are DDP's own with "auto" and "dense".
+    last gradient is there. With a codec that compresses, and with "auto", which may choose one, they are few and become
+    smaller towards the end of backward, see `falling_caps`. Sizes of buckets that you give yourself are left alone, and so
+    are DDP's own with "dense".
     """
     if not {"bucket_cap_mb", "bucket_cap_mb_list"} & set(ddp_options):
         caps = bucket_caps(codec) if isinstance(codec, Plan) else []
         with contextlib.suppress(Exception):  # whatever is wrong with a codec, `attach` says it, on all ranks
-            if not isinstance(codec, Plan) and codec != AUTO and choose(codec, chain)[0].keeps_residual:
+            if codec == AUTO:
+                caps = falling_caps(model) if quality != "lossless" else []
+            elif not isinstance(codec, Plan) and choose(codec, chain)[0].keeps_residual:
                 caps = falling_caps(model)
         if caps:
             ddp_options["bucket_cap_mb_list"] = caps

@@ -96,14 +96,12 @@ def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool
             options["bucket_cap_mb"] = sizes[0]
         elif sizes:
             options["bucket_cap_mb_list"] = sizes  # fractions work
-        if peer is None and name not in (BASE, "auto"):
-            ddp, wire = thinwire.wrap(model, name, **options)
+        if peer is None and name != BASE:
+            ddp, wire = thinwire.wrap(model, name, plan_file="", **options)
         else:
             ddp = DistributedDataParallel(model, **options)
         if peer is not None:
             ddp.register_comm_hook(peer.state(), peer.hook)
-        elif name == "auto":
-            wire = thinwire.attach(ddp, plan_file="")
         module = ddp
     return Contestant(module, torch.optim.SGD(model.parameters(), lr=0.01), wire)
 
