@@ -324,7 +324,7 @@ def _wrap_one_codec(codec: str, options: dict[str, Any]) -> tuple[list[int], str
     with torch.no_grad():
         for place, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.randn(512, 512, generator=torch.Generator().manual_seed(place)) / 512**0.5)
-    ddp, wire = wrap(model, codec, **options)
+    ddp, _wire = wrap(model, codec, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for step in range(4):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())

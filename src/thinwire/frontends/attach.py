@@ -49,8 +49,8 @@ def attach(
     ddp           a DistributedDataParallel, or what `torch.compile` made of one
     codec         "auto": measure the job, choose what is fastest, and check that it is (`docs/auto.md`); or a codec, its text
                   (`"topk(density=0.01)"`, `"topk(density=0.01) via B"`), or a plan
-    quality       what auto may choose from: "lossless" (nothing that rounds), "high" (what keeps the accuracy of dense
-                  training), "fast" (everything)
+    quality       what auto may choose from: "lossless" (nothing that rounds), "high" (codecs that send at least 6 % of what
+                  waits in every step; `docs/accuracy.md` has what they cost a model), "fast" (everything)
     plan_file     where auto keeps what it chose for the next run; by default a file of the user's cache, "" keeps nothing
     chain         by which collectives: a leaf of the tree, by letter or notation (`docs/chains.md`)
     scaler        the GradScaler of the job, if it has one: residuals are then unscaled, and untouched by a skipped step
