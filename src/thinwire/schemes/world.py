@@ -329,12 +329,11 @@ def _patient_threads() -> Iterator[None]:
     take what has come in by their next turn, some milliseconds later, at once. On an idle core they run as soon as ever.
     Threads inherit this from the one that makes them, which gets its own back. THINWIRE_PATIENT=0 switches it off.
     """
-    batch = getattr(os, "SCHED_BATCH", None)  # Linux only
-    wanted = batch is not None and os.environ.get("THINWIRE_PATIENT", "1") != "0"
+    wanted = hasattr(os, "SCHED_BATCH") and os.environ.get("THINWIRE_PATIENT", "1") != "0"  # Linux only
     changed = False
     with contextlib.suppress(OSError):  # not allowed in here: nothing is lost but some speed
         if wanted and os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, batch, os.sched_param(0))
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             changed = True
     try:
         yield
