@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -163,11 +164,16 @@ def _policies(patient: str) -> tuple[set[int], set[int], int]:
     os.environ["THINWIRE_PATIENT"] = patient
 
     def now() -> dict[str, int]:
-        return {thread: os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+        found = {}
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                found[thread] = os.sched_getscheduler(int(thread))
+        return found
 
     before = now()
     world = TorchWorld(None, 2)
     after = now()
+    dist.barrier()  # the other rank may still be connecting
     world.close()
     added = {policy for thread, policy in after.items() if thread not in before}
     return set(before.values()), added, os.sched_getscheduler(0)
