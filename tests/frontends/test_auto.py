@@ -82,8 +82,13 @@ def test_a_job_is_measured_and_decided_within_fifty_steps(tmp_path: Path) -> Non
     if first[1]:
         assert any("kept" in line or "not faster" in line or "planning again" in line for line in decided)
     assert first[3] <= 0.01, "nothing is lost on the way, but for what a cast rounds"
-    if "planning again" in decided[-1] and not file.exists():
-        return  # other work on this machine made its links slower or faster in the trial, and the search goes on
+    for _ in range(
+        3
+    ):  # other work on this machine may change its links in the trial, and the search goes on at the end
+        if file.exists():
+            break
+        assert "planning again" in decided[-1], decided
+        decided = run(2, _auto, str(file), 50)[0][0].splitlines()[:-1]
     # The next run begins with what this one chose.
     plan = thinwire.Plan.load(file)
     assert (plan.quality, plan.cluster.world) == ("high", 2)

@@ -161,7 +161,7 @@ def test_sums_of_two_ranks() -> None:
 
 def _policies(patient: str) -> tuple[set[int], set[int], int]:
     """How gloo's threads are scheduled: those that were there, those of a world, and the thread that made it."""
-    os.environ["THINWIRE_PATIENT"] = patient
+    os.environ["THINWIRE_PATIENT"] = patient  # of a process that is kept for other tests
 
     def now() -> dict[str, int]:
         found = {}
@@ -175,6 +175,7 @@ def _policies(patient: str) -> tuple[set[int], set[int], int]:
     after = now()
     dist.barrier()  # the other rank may still be connecting
     world.close()
+    del os.environ["THINWIRE_PATIENT"]
     added = {policy for thread, policy in after.items() if thread not in before}
     return set(before.values()), added, os.sched_getscheduler(0)
 
