@@ -88,7 +88,8 @@ def test_advance_says_when_an_error_is_not_finite() -> None:
 
 def test_squares_are_summed_in_order() -> None:
     x = _state(0.9, 5)[0]
-    assert compiled.squares(x.numpy()) == plain.squares(x)
+    for size in (*range(10), x.numel()):
+        assert compiled.squares(x[:size].numpy()) == plain.squares(x[:size])
 
 
 def _table(states: list[list[Tensor]]) -> np.ndarray:
@@ -112,9 +113,11 @@ def test_all_parameters_at_once_are_as_one_by_one(mu: float, decay: float, scale
             assert torch.equal(out[offset : offset + length], expected)
         if step == 1:
             compiled.all_drift(rows, options)
-        else:
-            assert compiled.all_advance(rows, options, 0.3)
+        elif step == 0:
+            assert compiled.all_advance(rows, options, 0.3, places, out[:0].numpy())
             compiled.all_settle(rows, places, out.numpy())
+        else:
+            assert compiled.all_advance(rows, options, 0.3, places, out.numpy())
         for state in theirs:
             plain.drift(*state[1:], single) if step == 1 else plain.advance(*state, single, 0.3)
         for row, offset, length, start in places.tolist() if step != 1 else ():
@@ -125,4 +128,4 @@ def test_all_parameters_at_once_are_as_one_by_one(mu: float, decay: float, scale
     ours[2][3][5] = float("nan")
     assert np.isnan(compiled.largest_at(rows[2, 3], 77))
     assert compiled.largest_at(rows[3, 3], 640) == plain.largest(ours[3][3])
-    assert not compiled.all_advance(rows, options, 0.3)
+    assert not compiled.all_advance(rows, options, 0.3, places, out[:0].numpy())

@@ -39,6 +39,7 @@ from .table import Table, unusual
 
 STRIKES = 3
 NAN = float("nan")
+NOTHING = np.zeros(0, np.float32)
 
 
 def fits(replica: Replica, codec: object) -> bool:
@@ -125,10 +126,11 @@ class Blocks:
         if bucket.missing:
             return
         # In order, because all ranks must send in the same: a bucket may be complete before the one in front of it.
-        for ready in itertools.takewhile(lambda bucket: not bucket.missing, self.buckets):
+        for ready in itertools.takewhile(lambda bucket: not bucket.missing, self.buckets[:-1]):
             if not ready.begun:
                 table.look(self._scale, ready.slots)
-                self._begin(ready)
+                self._fill(ready)
+                self._send(ready)
 
     def local(self, bad: Sequence[bool], scale: float) -> list[bool]:
         """A step that no exchange follows; whether each replica took it."""
@@ -152,25 +154,21 @@ class Blocks:
         if stale:
             for table in self._tables:
                 table.forget()
-        for bucket in self.buckets:
-            self._begin(bucket)
         flags = [own or table.bad(scale) for own, table in zip(bad, self._tables, strict=True)]
-        answer = self._ask(flags, stale=stale)
+        answer = self._hand_over(lambda: self._words(flags, stale=stale), in_step=True)
         if answer.stale and not answer.bad:
             self._strike()
             self.exchange.end()
             for bucket in self.buckets:
                 bucket.begun = False
-                self._begin(bucket)
-            answer = self._ask(flags, stale=False)
+            answer = self._hand_over(lambda: self._words(flags, stale=False), in_step=True)
         else:
             self.strikes = 0
         self.draws += 1
         if not answer.bad:
             self._advance()  # while the last blocks are on the wire
+            self.balance.observe(self._common(), answer.statistic)
         self.exchange.end()
-        if not answer.bad:
-            self._settle(answer.statistic)
         self.open_round()
         return not answer.bad
 
@@ -189,9 +187,7 @@ class Blocks:
         """Come together with all ranks outside of a step; an error on all of them if some are in a step."""
         for table in self._tables:
             table.look(self._scale)
-        for bucket in self.buckets:
-            self._begin(bucket)
-        self._say([head.MEETING for _ in self.replicas], in_step=False)
+        self._hand_over(lambda: [head.MEETING for _ in self.replicas], in_step=False)
         self.exchange.end()
         self.open_round()
 
@@ -208,55 +204,77 @@ class Blocks:
                         return True
         return False
 
-    def _begin(self, bucket: Bucket) -> None:
-        """Hand over a bucket, unless that was done. Its slots have been looked at."""
+    def _hand_over(self, say: Callable[[], Sequence[tuple[float, float]]], *, in_step: bool) -> head.Head:
+        """Hand over what is not on its way yet, blocks and heads; return when it is known what all ranks say.
+
+        The last blocks follow the heads, which would wait behind them on a slow link: what a step has to do once all
+        agree hides them instead.
+        """
+        *first, last = self.buckets
+        for bucket in first:
+            if not bucket.begun:
+                self._fill(bucket)
+                self._send(bucket)
+        self._fill(last)
+        for room, said in zip(self.heads, say(), strict=True):
+            room.copy_(torch.tensor(said))
+        self.exchange.begin("head", self.heads)
+        self._send(last)
+        self.exchange.wait("head")
+        return head.read(self.heads[0], self.exchange.world.size, in_step=in_step)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Compute what is to be sent. Its slots have been looked at."""
         from ...kernels.cpu import updates
 
-        if bucket.begun:
-            return
-        for mine, wire, table in zip(bucket.mine, bucket.wire, self._tables, strict=True):
+        for mine, table in zip(bucket.mine, self._tables, strict=True):
             updates.all_pending(table.rows, table.options, bucket.places, mine.numpy())
+
+    def _send(self, bucket: Bucket) -> None:
+        for mine, wire in zip(bucket.mine, bucket.wire, strict=True):
             wire.copy_(mine)
         bucket.begun = True
         self.exchange.begin(bucket.name, bucket.wire)
 
-    def _ask(self, flags: Sequence[bool], *, stale: bool) -> head.Head:
+    def _words(self, flags: Sequence[bool], *, stale: bool) -> list[tuple[float, float]]:
+        """What each replica says of a step."""
         from ...kernels.cpu import updates
 
         words = []
         for r, bad in enumerate(flags):
             own = sum(updates.squares(bucket.mine[r][: bucket.coded_elements].numpy()) for bucket in self.buckets)
             words.append(head.words(statistic=NAN if stale else own if own == own else 0.0, bad=bad))
-        return self._say(words, in_step=True)
-
-    def _say(self, words: Sequence[tuple[float, float]], *, in_step: bool) -> head.Head:
-        """Exchange the heads, on a way of their own: what all ranks say is known while blocks are still on the wire."""
-        for room, said in zip(self.heads, words, strict=True):
-            room.copy_(torch.tensor(said))
-        self.exchange.begin("head", self.heads)
-        self.exchange.wait("head")
-        return head.read(self.heads[0], self.exchange.world.size, in_step=in_step)
+        return words
 
     def _advance(self) -> None:
+        """Take the step, then put the means of the blocks in place: at once where they are there already."""
         from ...kernels.cpu import updates
 
-        strength = self.balance.adopt()
+        strength, good, late = self.balance.adopt(), True, []
+        for bucket in self.buckets:
+            there = self.exchange.there(bucket.name)
+            if not there:
+                late.append(bucket)
+            for table, wire in zip(self._tables, bucket.wire, strict=True):
+                mean = wire.numpy() if there else NOTHING
+                good &= updates.all_advance(table.rows, table.options, strength, bucket.places, mean)
+        if not good:
+            raise ExchangeError(
+                "an update is not finite though its gradient was: was the gradient changed behind torch's back, "
+                "through .data or numpy? Go on from a checkpoint"
+            )
+        for bucket in late:
+            self.exchange.wait(bucket.name)
+            for table, wire in zip(self._tables, bucket.wire, strict=True):
+                updates.all_settle(table.rows, bucket.places, wire.numpy())
         for table in self._tables:
-            if not updates.all_advance(table.rows, table.options, strength):
-                raise ExchangeError(
-                    "an update is not finite though its gradient was: was the gradient changed behind torch's back, "
-                    "through .data or numpy? Go on from a checkpoint"
-                )
+            _changed(table.replica)
 
-    def _settle(self, statistic: float) -> None:
+    def _common(self) -> float:
+        """The sum of squares of what all ranks sent together."""
         from ...kernels.cpu import updates
 
-        for r, table in enumerate(self._tables):
-            for bucket in self.buckets:
-                updates.all_settle(table.rows, bucket.places, bucket.wire[r].numpy())
-            _changed(table.replica)
-        common = sum(updates.squares(bucket.wire[0][: bucket.coded_elements].numpy()) for bucket in self.buckets)
-        self.balance.observe(common, statistic)
+        return sum(updates.squares(bucket.wire[0][: bucket.coded_elements].numpy()) for bucket in self.buckets)
 
     # -- small things --------------------------------------------------------------------------------------------------
 
@@ -304,7 +322,7 @@ def rehearse() -> None:
     rows, options = np.zeros((0, 6), np.int64), np.zeros((0, 5), np.float32)
     places, block = np.zeros((0, 4), np.int64), np.zeros(3, np.float32)
     updates.all_pending(rows, options, places, block)
-    updates.all_advance(rows, options, 0.5)
+    updates.all_advance(rows, options, 0.5, places, block)
     updates.all_drift(rows, options)
     updates.all_settle(rows, places, block)
     updates.largest_at(block.ctypes.data, 3)

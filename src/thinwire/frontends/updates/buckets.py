@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .replica import Slot
 
-ENDS = (0.35, 0.6, 0.8, 0.93)
-"""Where buckets end, as shares of all that is sent. Few, since each sum costs a core up to a millisecond; the last ones
-small, since backward hides nothing of what is sent at its end, and what all ranks say of the step waits behind it."""
+ENDS = (0.35, 0.65, 0.86)
+"""Where buckets end, as shares of all that is sent. Few, since each sum costs a core up to a millisecond; the last one is
+what the pass over memory hides on a link of 100 Mbit/s, the one before it is small enough to be gone when backward ends."""
 SMALLEST = 4096
 """Elements that are worth a sum of their own."""
 

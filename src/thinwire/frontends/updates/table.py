@@ -26,8 +26,10 @@ class Table:
     def __init__(self, replica: Replica, errors: Sequence[Tensor]) -> None:
         from ...kernels.cpu.updates import largest_at
 
-        self.replica, self._errors, self._largest = replica, errors, largest_at
+        self.replica, self._errors, self._largest = replica, errors, largest_at  # errors: kept alive
         self.rows = np.zeros((len(replica.slots), 6), np.int64)
+        for row, slot, error in zip(self.rows, replica.slots, errors, strict=True):
+            row[[0, 1, 5]] = slot.shared.data_ptr(), error.data_ptr(), slot.info.elements  # these never move
         self.options = np.zeros((len(replica.slots), 5), np.float32)
         self._copies: dict[int, Tensor] = {}
         self._zeros = torch.zeros(0)
@@ -40,7 +42,7 @@ class Table:
         groups, state = self.replica.options(), self.replica.optimizer.state
         numbers = {id(group): _numbers(group, scale) for group in self.replica.optimizer.param_groups}
         chosen = range(len(groups)) if indices is None else indices
-        rows, options = [], []
+        places, options = [], []
         for i in chosen:
             slot, momentum = self.replica.slots[i], 0
             if groups[i]["momentum"]:
@@ -48,10 +50,9 @@ class Table:
                 if buffer is None:  # begins at zero, as SGD's does
                     buffer = state[slot.point]["momentum_buffer"] = torch.zeros_like(slot.shared)
                 momentum = self._address(buffer, slot, "momentum")
-            places = slot.shared.data_ptr(), self._errors[i].data_ptr(), momentum
-            rows.append((*places, self._gradient(i), self._address(slot.point, slot, "parameter"), slot.info.elements))
+            places.append((momentum, self._gradient(i), self._address(slot.point, slot, "parameter")))
             options.append(numbers[id(groups[i])])
-        self.rows[chosen] = rows
+        self.rows[chosen, 2:5] = places
         self.options[chosen] = options
 
     def _gradient(self, index: int) -> int:

@@ -44,11 +44,24 @@ def largest(x: Floats) -> float:
 
 @kernel
 def squares(x: Floats) -> float:
-    """Sum of squares in float64, in order, so that all ranks get the same number.  Memory: one read pass."""
-    total = 0.0
-    for i in range(x.size):
-        total += np.float64(x[i]) * np.float64(x[i])
-    return total
+    """Sum of squares in float64, so that all ranks get the same number: element i into sum i % 4, these in a fixed order.
+
+    One sum would wait for itself at every element.  Memory: one read pass.
+    """
+    a, b, c, d = 0.0, 0.0, 0.0, 0.0
+    whole = x.size - x.size % 4
+    for i in range(0, whole, 4):
+        p, q, r, s = np.float64(x[i]), np.float64(x[i + 1]), np.float64(x[i + 2]), np.float64(x[i + 3])
+        a, b, c, d = a + p * p, b + q * q, c + r * r, d + s * s
+    for i in range(whole, x.size):
+        p = np.float64(x[i])
+        if i - whole == 0:
+            a += p * p
+        elif i - whole == 1:
+            b += p * p
+        else:
+            c += p * p
+    return (a + b) + (c + d)
 
 
 @kernel
@@ -169,13 +182,18 @@ def all_pending(rows: Integers, options: Floats, places: Integers, out: Floats) 
 
 
 @kernel
-def all_advance(rows: Integers, options: Floats, strength: float) -> bool:
-    """`advance` of all parameters."""
+def all_advance(rows: Integers, options: Floats, strength: float, places: Integers, mean: Floats) -> bool:
+    """`advance` of the parameters of all places, each followed by its `settle` while it is in the cache.
+
+    mean is empty if it is not there yet: `all_settle` then comes later.
+    """
     good = True
-    for i in range(rows.shape[0]):
-        row, size = rows[i], rows[i, 5]
+    for k in range(places.shape[0]):
+        row, size, here = rows[places[k, 0]], rows[places[k, 0], 5], options[places[k, 0]]
         shared, error, gradient, point = _at(row[0], size), _at(row[1], size), _at(row[3], size), _at(row[4], size)
-        good &= advance(shared, error, _momentum(row), gradient, point, options[i], strength)
+        good &= advance(shared, error, _momentum(row), gradient, point, here, strength)
+        if mean.size:
+            settle(shared, error, point, places[k, 3], mean[places[k, 1] : places[k, 1] + places[k, 2]])
     return good
 
 

@@ -13,11 +13,11 @@ def largest(x: Tensor) -> float:
 
 
 def squares(x: Tensor) -> float:
-    """Sum of squares in float64, in order."""
-    total = 0.0
-    for value in x.double().tolist():
-        total += value * value
-    return total
+    """Sum of squares in float64: element i into sum i % 4, these in a fixed order."""
+    totals = [0.0, 0.0, 0.0, 0.0]
+    for i, value in enumerate(x.double().tolist()):
+        totals[i % 4] += value * value
+    return (totals[0] + totals[1]) + (totals[2] + totals[3])
 
 
 def step(momentum: Tensor, gradient: Tensor, point: Tensor, options: Tensor) -> tuple[Tensor, Tensor]:
