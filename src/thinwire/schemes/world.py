@@ -8,6 +8,7 @@ process, in lock-step, with collectives done in memory. Both are driven by the s
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ChainError
+from ..log import logger
 
 Operation = Literal["gather", "sum", "average", "max", "all to all", "reduce", "collect", "broadcast", "idle"]
 Scope = Literal["flat", "intra", "inter"]
@@ -331,15 +333,29 @@ def _patient_threads() -> Iterator[None]:
     """
     wanted = hasattr(os, "SCHED_BATCH") and os.environ.get("THINWIRE_PATIENT", "1") != "0"  # Linux only
     changed = False
-    with contextlib.suppress(OSError):  # not allowed in here: nothing is lost but some speed
+    try:
         if wanted and os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             changed = True
+    except OSError as error:
+        _tell_of_refusal(str(error))
     try:
         yield
     finally:
         if changed:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def give_way() -> None:
+    """Let patient threads that have something to do begin with it now."""
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+
+
+@functools.cache
+def _tell_of_refusal(error: str) -> None:
+    """Once: nothing is lost but some speed."""
+    logger.info("threads of collectives will interrupt the computation: SCHED_BATCH is not allowed here (%s)", error)
 
 
 _taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()

@@ -31,9 +31,9 @@ from ...engine.sums import Sums
 from ...errors import ExchangeError
 from ...feedback import Balance
 from ...log import logger
-from ...schemes.world import LocalWorld
+from ...schemes.world import LocalWorld, give_way
 from . import head
-from .buckets import Bucket, cut
+from .buckets import Bucket, cut, is_small
 from .replica import Replica
 from .table import Table, unusual
 
@@ -96,8 +96,9 @@ class Blocks:
         self._hooks: list[Any] = []
         for bucket in self.buckets if self.overlap else ():
             for index in bucket.slots:
-                parameter, hook = slots[index].parameter, _hook(weakref.ref(self), bucket, index)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                if not is_small(slots[index]):
+                    parameter, hook = slots[index].parameter, _hook(weakref.ref(self), bucket, index)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self.expects_exchange = False
         self.open_round()
 
@@ -207,8 +208,8 @@ class Blocks:
     def _hand_over(self, say: Callable[[], Sequence[tuple[float, float]]], *, in_step: bool) -> head.Head:
         """Hand over what is not on its way yet, blocks and heads; return when it is known what all ranks say.
 
-        The last blocks follow the heads, which would wait behind them on a slow link: what a step has to do once all
-        agree hides them instead.
+        The last blocks follow when that is known, since heads would wait behind them on a slow link: what a step has to do
+        once all agree hides them instead.
         """
         *first, last = self.buckets
         for bucket in first:
@@ -219,8 +220,9 @@ class Blocks:
         for room, said in zip(self.heads, say(), strict=True):
             room.copy_(torch.tensor(said))
         self.exchange.begin("head", self.heads)
-        self._send(last)
         self.exchange.wait("head")
+        self._send(last)
+        give_way()  # what comes now computes for a while
         return head.read(self.heads[0], self.exchange.world.size, in_step=in_step)
 
     def _fill(self, bucket: Bucket) -> None:
@@ -326,4 +328,5 @@ def rehearse() -> None:
     updates.all_drift(rows, options)
     updates.all_settle(rows, places, block)
     updates.largest_at(block.ctypes.data, 3)
+    updates.all_within(rows, places[:, 0], 1.0)
     updates.squares(block)

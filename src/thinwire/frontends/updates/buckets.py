@@ -13,9 +13,11 @@ from torch import Tensor
 
 from .replica import Slot
 
-ENDS = (0.35, 0.65, 0.86)
+ENDS = (0.35, 0.65, 0.8)
 """Where buckets end, as shares of all that is sent. Few, since each sum costs a core up to a millisecond; the last one is
-what the pass over memory hides on a link of 100 Mbit/s, the one before it is small enough to be gone when backward ends."""
+what the pass over memory hides on a link of 100 Mbit/s, the one before it is gone when backward ends."""
+SMALL = 2048
+"""Elements of a tensor below which it goes with the last bucket: a hook, to send it earlier, costs more than that hides."""
 SMALLEST = 4096
 """Elements that are worth a sum of their own."""
 
@@ -53,19 +55,25 @@ class Bucket:
         self.wire = [torch.zeros(self.elements) for _ in range(replicas)]
 
 
+def is_small(slot: Slot) -> bool:
+    return slot.info.elements < SMALL
+
+
 def cut(slots: Sequence[Slot], whole: Collection[int], ratio: float, *, several: bool) -> list[Bucket]:
-    """Buckets in the order in which backward is expected to leave gradients: the last parameters first.
+    """Buckets in the order in which backward is expected to leave gradients: the last parameters first, small ones at the end.
 
     whole    slots that are sent whole
     several  whether there is to be more than one
     """
-    lengths = {i: slots[i].info.elements for i in reversed(range(len(slots))) if slots[i].info.elements}
+    present = [i for i in reversed(range(len(slots))) if slots[i].info.elements]
+    present.sort(key=lambda i: is_small(slots[i]))
+    lengths = {i: slots[i].info.elements for i in present}
     lengths |= {i: max(1, int(size / ratio)) for i, size in lengths.items() if i not in whole}
     total, sent, inside = sum(lengths.values()), 0, 0
     ends = [end * total for end in ENDS] if several else []
     parts: list[list[int]] = [[]]
     for slot, length in lengths.items():
-        if ends and sent >= ends[0] and inside >= SMALLEST:
+        if ends and sent >= ends[0] and inside >= SMALLEST and not is_small(slots[slot]):
             ends = [end for end in ends if end > sent]
             parts.append([])
             inside = 0

@@ -24,9 +24,10 @@ class Table:
     """
 
     def __init__(self, replica: Replica, errors: Sequence[Tensor]) -> None:
-        from ...kernels.cpu.updates import largest_at
+        from ...kernels.cpu import updates
 
-        self.replica, self._errors, self._largest = replica, errors, largest_at  # errors: kept alive
+        self._largest, self._within = updates.largest_at, updates.all_within
+        self.replica, self._errors = replica, errors  # which thus live as long as their addresses do
         self.rows = np.zeros((len(replica.slots), 6), np.int64)
         for row, slot, error in zip(self.rows, replica.slots, errors, strict=True):
             row[[0, 1, 5]] = slot.shared.data_ptr(), error.data_ptr(), slot.info.elements  # these never move
@@ -87,16 +88,14 @@ class Table:
     def bad(self, scale: float) -> bool:
         """Whether a gradient is not finite. After `look`."""
         seen, self._seen = self._seen, {}
+        limit, unseen = LIMIT / scale, []
         for index, slot in enumerate(self.replica.slots):
-            gradient = slot.parameter.grad
-            if gradient is None:
-                continue
-            place, version, magnitude = seen.get(index, (0, 0, 0.0))
-            if (place, version) != (gradient.data_ptr(), gradient._version):
-                magnitude = self._largest(*self.rows[index, [3, 5]].tolist())
-            if not magnitude <= LIMIT / scale:
+            known, gradient = seen.get(index), slot.parameter.grad
+            if known is None or gradient is None or known[:2] != (gradient.data_ptr(), gradient._version):
+                unseen.append(index)
+            elif not known[2] <= limit:
                 return True
-        return False
+        return not self._within(self.rows, np.array(unseen, np.int64), limit)
 
 
 def unusual(group: dict[str, Any]) -> str | None:

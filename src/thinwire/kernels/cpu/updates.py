@@ -168,6 +168,15 @@ def largest_at(address: int, elements: int) -> float:
 
 
 @kernel
+def all_within(rows: Integers, indices: Integers, limit: float) -> bool:
+    """Whether the gradients of these parameters are finite, and none is larger than `limit`."""
+    within = True
+    for i in indices:
+        within &= largest_at(rows[i, 3], rows[i, 5]) <= limit
+    return within
+
+
+@kernel
 def _momentum(row: Integers) -> Floats:
     return _at(row[2], row[5] if row[2] != 0 else 0)
 
