@@ -98,6 +98,49 @@ def test_replicas_are_equal_and_sending_early_changes_nothing(how: str, ranks: i
         assert early[0]["bytes"] == late[0]["bytes"]
 
 
+class Twisted(nn.Module):
+    """Two layers of one bucket, used in an order that changes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.one, self.two = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.last = nn.Linear(64, 10)
+        self.turned = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = (self.two, self.one) if self.turned else (self.one, self.two)
+        for layer in (self.first, *layers):
+            x = layer(x).relu()
+        result: Tensor = self.last(x)
+        return result
+
+
+def _twisted(overlap: bool) -> tuple[list[str], list[int], list[float], bool]:
+    """Digests of x, how many gradients are waited for, and whether something was sent in vain, step by step."""
+    model, opt = make_here("randomblock(ratio=2)", model=(module := Twisted()), overlap=overlap)
+    way = opt._way
+    assert isinstance(way, Blocks)
+    digests, waited, strikes = [], [], []
+    for step in range(6):
+        module.turned = step >= 3
+        train_here(model, opt, range(step, step + 1))
+        digests.append(_digest(shared(opt)))
+        waited.append(sum(len(bucket.watched) for bucket in way.buckets))
+        strikes.append(way.strikes)
+    return digests, waited, strikes, way.overlap
+
+
+def test_gradients_that_come_in_another_order() -> None:
+    early, late = run(2, _twisted, True), run(2, _twisted, False)
+    assert early[0][0] == early[1][0] == late[0][0]
+    _, waited, strikes, overlap = early[0]
+    assert waited[:3] == [1, 1, 1], "a hook on the last gradient is enough"
+    assert strikes == [0, 0, 0, 1, 0, 0], "the step in which the order is another finds out"
+    assert waited[3:] == [2, 2, 2], "from then on all are waited for"
+    assert overlap
+
+
 def _poisoned(codec: str, adam: bool, period: int) -> list[str]:
     kind = torch.optim.Adam if adam else torch.optim.SGD
     options = {"lr": 1e-3} if adam else None

@@ -33,7 +33,7 @@ from ...feedback import Balance
 from ...log import logger
 from ...schemes.world import LocalWorld, give_way
 from . import head
-from .buckets import Bucket, cut, is_small
+from .buckets import Bucket, cut
 from .replica import Replica
 from .table import Table, unusual
 
@@ -93,12 +93,10 @@ class Blocks:
         self.strikes = 0
         self._scale = 1.0
         self._scratch = torch.zeros(max(bucket.elements for bucket in self.buckets))
-        self._hooks: list[Any] = []
-        for bucket in self.buckets if self.overlap else ():
-            for index in bucket.slots:
-                if not is_small(slots[index]):
-                    parameter, hook = slots[index].parameter, _hook(weakref.ref(self), bucket, index)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._hooks: dict[int, Any] = {}
+        self._learns = True
+        if self.overlap:
+            self._watch([bucket.slots for bucket in self.buckets[:-1]])
         self.expects_exchange = False
         self.open_round()
 
@@ -108,30 +106,47 @@ class Blocks:
         """Draw the blocks of the next exchange."""
         slots = self.replicas[0].slots
         for bucket in self.buckets:
-            bucket.begun, bucket.missing = False, set(bucket.slots)
+            bucket.begun, bucket.missing = False, set(bucket.watched)
             for place in bucket.places[: bucket.coded]:
                 slot = slots[place[0]]
                 place[3] = draw(self.codec.seed, self.draws, slot.name, slot.info.elements)
 
+    def _watch(self, chosen: Sequence[Sequence[int]]) -> None:
+        """Have hooks on these slots of each bucket that is sent during backward, and on no others."""
+        slots, wanted = self.replicas[0].slots, set(itertools.chain(*chosen))
+        for index in self._hooks.keys() - wanted:
+            self._hooks.pop(index).remove()
+        for bucket, indices in zip(self.buckets, chosen, strict=False):
+            bucket.watched = list(indices)
+            for index in set(indices) - self._hooks.keys():
+                hook = _hook(weakref.ref(self), bucket, index)
+                self._hooks[index] = slots[index].parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
     def arrived(self, bucket: Bucket, index: int) -> None:
         """Backward has left the gradient of a slot; called by its hook."""
-        if not self.overlap:
-            return
-        (table,) = self._tables
-        gradient = table.replica.slots[index].gradient()
-        assert gradient is not None
-        table.measure(index, gradient)
         if not self.expects_exchange or bucket.begun:
             return  # begun: this is a second backward; `step` will find that the gradient is another
         bucket.missing.discard(index)
         if bucket.missing:
             return
+        bucket.last = index
+        (table,) = self._tables
         # In order, because all ranks must send in the same: a bucket may be complete before the one in front of it.
         for ready in itertools.takewhile(lambda bucket: not bucket.missing, self.buckets[:-1]):
             if not ready.begun:
                 table.look(self._scale, ready.slots)
                 self._fill(ready)
                 self._send(ready)
+
+    def _learn(self) -> None:
+        """Where a bucket was complete with its last gradient, a hook on that one is enough from now on.
+
+        A hook costs more than what it does, because Python has left the caches since the one before. Should gradients come in
+        another order some day, what was sent is not valid, as when a gradient is changed after backward: see `_strike`.
+        """
+        if self._learns and all(bucket.begun for bucket in self.buckets[:-1]):
+            self._learns = False
+            self._watch([[bucket.last] for bucket in self.buckets[:-1]])
 
     def local(self, bad: Sequence[bool], scale: float) -> list[bool]:
         """A step that no exchange follows; whether each replica took it."""
@@ -152,9 +167,8 @@ class Blocks:
         for table in self._tables:
             table.look(scale)
         stale = self._stale()
-        if stale:
-            for table in self._tables:
-                table.forget()
+        if not stale and self.overlap:
+            self._learn()
         flags = [own or table.bad(scale) for own, table in zip(bad, self._tables, strict=True)]
         answer = self._hand_over(lambda: self._words(flags, stale=stale), in_step=True)
         if answer.stale and not answer.bad:
@@ -176,13 +190,19 @@ class Blocks:
     def _strike(self) -> None:
         """What was sent during backward was in vain; all ranks know it, and give up together when it goes on."""
         self.strikes += 1
-        if self.overlap and self.strikes == STRIKES:
-            self.overlap = False
-            if self.exchange.world.members[0] == 0:
-                logger.info(
-                    "gradients change between backward and step() (clipping, accumulation or a scaler): blocks are sent "
-                    "by step() from now on, not during backward"
-                )
+        if not self.overlap:
+            return
+        if self.strikes < STRIKES:
+            self._learns = False
+            self._watch([bucket.slots for bucket in self.buckets[:-1]])
+            return
+        self.overlap = False
+        self._watch([])
+        if self.exchange.world.members[0] == 0:
+            logger.info(
+                "gradients change between backward and step() (clipping, accumulation or a scaler): blocks are sent by "
+                "step() from now on, not during backward"
+            )
 
     def meet(self) -> None:
         """Come together with all ranks outside of a step; an error on all of them if some are in a step."""
@@ -298,8 +318,7 @@ class Blocks:
         self.open_round()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._watch([])
         self.exchange.close()
 
 
@@ -327,6 +346,5 @@ def rehearse() -> None:
     updates.all_advance(rows, options, 0.5, places, block)
     updates.all_drift(rows, options)
     updates.all_settle(rows, places, block)
-    updates.largest_at(block.ctypes.data, 3)
-    updates.all_within(rows, places[:, 0], 1.0)
+    updates.all_within(rows, 1.0)
     updates.squares(block)

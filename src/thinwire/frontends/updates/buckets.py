@@ -28,12 +28,16 @@ class Bucket:
 
     places   int64 (blocks, 4): slot, offset in the buffer, length, where it begins in the tensor
     coded    how many of the blocks change from round to round; behind them are tensors that are sent whole
+    watched  slots that tell when they have their gradients: the bucket is complete when all of them have
+    last     the one that was the last of them
     """
 
     name: str
     places: NDArray[np.int64]
     coded: int
+    watched: list[int] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)
+    last: int = -1
     begun: bool = False
     mine: list[Tensor] = field(default_factory=list)
     wire: list[Tensor] = field(default_factory=list)

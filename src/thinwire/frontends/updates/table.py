@@ -19,14 +19,13 @@ LIMIT = 1e30
 class Table:
     """Addresses and options of all slots of one replica; `look` brings them up to date.
 
-    Parameters, momenta and gradients may be other tensors in every step, so nothing is remembered but how large a gradient
-    was when backward left it.
+    Parameters, momenta and gradients may be other tensors in every step, so nothing of them is remembered.
     """
 
     def __init__(self, replica: Replica, errors: Sequence[Tensor]) -> None:
         from ...kernels.cpu import updates
 
-        self._largest, self._within = updates.largest_at, updates.all_within
+        self._within = updates.all_within
         self.replica, self._errors = replica, errors  # which thus live as long as their addresses do
         self.rows = np.zeros((len(replica.slots), 6), np.int64)
         for row, slot, error in zip(self.rows, replica.slots, errors, strict=True):
@@ -34,7 +33,6 @@ class Table:
         self.options = np.zeros((len(replica.slots), 5), np.float32)
         self._copies: dict[int, Tensor] = {}
         self._zeros = torch.zeros(0)
-        self._seen: dict[int, tuple[int, int, float]] = {}
 
     def look(self, scale: float, indices: Sequence[int] | None = None) -> None:
         """See what slots hold at this moment: all, or some. `scale` is what gradients are to be multiplied with."""
@@ -75,27 +73,9 @@ class Table:
             )
         return tensor.data_ptr()
 
-    def measure(self, index: int, gradient: Tensor) -> None:
-        """Test a gradient while it is in the cache; `bad` then need not read it again, unless somebody changes it."""
-        if gradient.is_contiguous() and gradient.dtype == torch.float32:
-            place = gradient.data_ptr()
-            self._seen[index] = (place, gradient._version, self._largest(place, gradient.numel()))
-
-    def forget(self) -> None:
-        """Gradients have changed since they were measured."""
-        self._seen.clear()
-
     def bad(self, scale: float) -> bool:
         """Whether a gradient is not finite. After `look`."""
-        seen, self._seen = self._seen, {}
-        limit, unseen = LIMIT / scale, []
-        for index, slot in enumerate(self.replica.slots):
-            known, gradient = seen.get(index), slot.parameter.grad
-            if known is None or gradient is None or known[:2] != (gradient.data_ptr(), gradient._version):
-                unseen.append(index)
-            elif not known[2] <= limit:
-                return True
-        return not self._within(self.rows, np.array(unseen, np.int64), limit)
+        return not self._within(self.rows, LIMIT / scale)
 
 
 def unusual(group: dict[str, Any]) -> str | None:

@@ -162,17 +162,11 @@ def _at(address: int, elements: int) -> Floats:
 
 
 @kernel
-def largest_at(address: int, elements: int) -> float:
-    """`largest` of the numbers at an address."""
-    return largest(_at(address, elements))
-
-
-@kernel
-def all_within(rows: Integers, indices: Integers, limit: float) -> bool:
-    """Whether the gradients of these parameters are finite, and none is larger than `limit`."""
+def all_within(rows: Integers, limit: float) -> bool:
+    """Whether all gradients are finite, and none is larger than `limit`.  Memory: one read pass."""
     within = True
-    for i in indices:
-        within &= largest_at(rows[i, 3], rows[i, 5]) <= limit
+    for i in range(rows.shape[0]):
+        within &= largest(_at(rows[i, 3], rows[i, 5])) <= limit
     return within
 
 
