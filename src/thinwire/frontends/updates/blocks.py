@@ -1,8 +1,9 @@
 """SGD and random blocks: one pass over memory, and sums that travel while backward still runs.
 
 The block of a tensor follows from (seed, step, name), so it is known before the gradient is. As soon as backward has left the
-gradient of a parameter, what is pending on its block, error + update, can be handed over. `step()` computes it again: where
-it differs (the gradient was clipped, unscaled or added to), the rank says so and all ranks hand over anew.
+gradients of a bucket, what is pending on their blocks, error + update, can be handed over. `step()` computes it again: where
+it differs (a gradient was clipped, unscaled or added to), the rank says so and all ranks hand over anew. The last bucket
+follows what the ranks say.
 
 Nothing of shared model, error and momentum changes before the flags of all ranks are there.
 
@@ -188,7 +189,10 @@ class Blocks:
         return not answer.bad
 
     def _strike(self) -> None:
-        """What was sent during backward was in vain; all ranks know it, and give up together when it goes on."""
+        """What was sent during backward was in vain; all ranks know it, and give up together when it goes on.
+
+        Until then every gradient is waited for, in case the order in which they come is to blame.
+        """
         self.strikes += 1
         if not self.overlap:
             return
