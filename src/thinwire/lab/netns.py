@@ -52,6 +52,15 @@ def format_rate(bits: float | None) -> str:
     return f"{bits / 1e3:.4g}kbit"
 
 
+SETTINGS = {
+    "ipv6/conf/default/disable_ipv6": 1,
+    "bridge/bridge-nf-call-iptables": 0,
+    "ipv4/tcp_congestion_control": "reno",
+}
+"""Of all namespaces, whatever the host has. No IPv6 chatter, except on loopback; a switch that is no firewall; and a
+congestion control that every namespace may have: with bbr, the core that trains serves a timer for every packet or two."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """Parameters of `tc tbf` for one end of a cable; sizes in bytes.
@@ -211,10 +220,11 @@ class Network:
 
     def create(self) -> None:
         self._ip("\n".join(f"netns add {name}" for name in (*self.nodes, self.switch)))
-        # No snooping and, except on loopback, no IPv6: the counters should see the job's packets and no chatter.
-        quiet = "f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1 > $f"
+        # Each where the kernel has it and allows it.
+        settings = "; ".join(f"{{ echo {value} > /proc/sys/net/{name}; }} 2>&-" for name, value in SETTINGS.items())
         for name in (*self.nodes, self.switch):
-            command([*self.prefix, "ip", "netns", "exec", name, "sh", "-c", quiet])
+            command([*self.prefix, "ip", "netns", "exec", name, "sh", "-c", f"{settings}; true"])
+        # No snooping either: the counters should see the job's packets and no chatter.
         lines = ["link add br0 type bridge mcast_snooping 0", "link set br0 up"]
         for node, name in enumerate(self.nodes):
             lines += [
