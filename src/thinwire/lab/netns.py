@@ -52,13 +52,8 @@ def format_rate(bits: float | None) -> str:
     return f"{bits / 1e3:.4g}kbit"
 
 
-SETTINGS = {
-    "ipv6/conf/default/disable_ipv6": 1,
-    "bridge/bridge-nf-call-iptables": 0,
-    "ipv4/tcp_congestion_control": "reno",
-}
-"""Of all namespaces, whatever the host has. No IPv6 chatter, except on loopback; a switch that is no firewall; and a
-congestion control that every namespace may have: with bbr, the core that trains serves a timer for every packet or two."""
+SETTINGS = {"ipv6/conf/default/disable_ipv6": 1, "bridge/bridge-nf-call-iptables": 0}
+"""Of all namespaces, whatever the host has: no IPv6 chatter, except on loopback, and a switch that is no firewall."""
 
 
 @dataclass(frozen=True)
