@@ -159,8 +159,8 @@ def test_sums_of_two_ranks() -> None:
     assert run(2, _sums_of_two) == [[0.5, 2.5, 3.5, 4.5, 5.5, 6.5]] * 2
 
 
-def _policies(patient: str) -> tuple[set[int], int]:
-    """How the threads of a world are scheduled, and the thread that made it."""
+def _policies(patient: str) -> tuple[bool, set[int], int]:
+    """Whether the threads that were there are scheduled as before; how those of a world are, and the one that made it."""
     os.environ["THINWIRE_PATIENT"] = patient  # of a process that is kept for other tests
 
     def now() -> dict[str, int]:
@@ -177,13 +177,14 @@ def _policies(patient: str) -> tuple[set[int], int]:
     world.close()
     del os.environ["THINWIRE_PATIENT"]
     added = {policy for thread, policy in after.items() if thread not in before}
-    return added, os.sched_getscheduler(0)
+    kept = all(after.get(thread, policy) == policy for thread, policy in before.items())
+    return kept, added, os.sched_getscheduler(0)
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
 def test_threads_of_a_world_do_not_interrupt_others() -> None:
-    assert run(2, _policies, "1") == [({os.SCHED_BATCH}, os.SCHED_OTHER)] * 2
-    assert run(2, _policies, "0") == [({os.SCHED_OTHER}, os.SCHED_OTHER)] * 2
+    assert run(2, _policies, "1") == [(True, {os.SCHED_BATCH}, os.SCHED_OTHER)] * 2
+    assert run(2, _policies, "0") == [(True, {os.SCHED_OTHER}, os.SCHED_OTHER)] * 2
 
 
 def _mean(group: dist.ProcessGroup | None, rank: float, codec: str = "topk(density=1.0)") -> float:
