@@ -17,7 +17,7 @@ ENDS = (0.35, 0.65, 0.8)
 """Where buckets end, as shares of all that is sent. Few, since each sum costs a core up to a millisecond; the last one is
 what the pass over memory hides on a link of 100 Mbit/s, the one before it is gone when backward ends."""
 SMALL = 2048
-"""Elements of a tensor below which it goes with the last bucket: to look at it earlier costs more than sending it then hides."""
+"""Elements of a tensor below which it goes with the last bucket: to look at it earlier costs more than that hides."""
 SMALLEST = 4096
 """Elements that are worth a sum of their own."""
 
