@@ -6,6 +6,7 @@ import os
 import queue
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,11 @@ else:
 
 
 class Talk:
-    """The job above, and what it says."""
+    """A job, that above for instance, and what it says."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, job: str = TALK) -> None:
         self.said: queue.Queue[str] = queue.Queue()
-        self.job: Job = cluster.start([sys.executable, "-c", TALK], on_line=lambda rank, line: self.said.put(line))
+        self.job: Job = cluster.start([sys.executable, "-c", job], on_line=lambda rank, line: self.said.put(line))
 
     def until(self, word: str) -> str:
         while not (line := self.said.get(timeout=30)).startswith(word):
@@ -120,6 +121,46 @@ def test_ranks_of_one_node_use_its_loopback() -> None:
 @needs_namespaces
 def test_counters_start_at_nothing(cluster: Cluster) -> None:
     assert all(counters.bytes_sent == 0 for counters in cluster.counters())
+
+
+STREAM = """
+import os, socket, time
+if os.environ["RANK"] == "0":
+    with socket.create_server(("", 29400)) as server:
+        peer = server.accept()[0]
+    seen, told = 0, 0
+    while data := peer.recv(1 << 20):
+        seen += len(data)
+        if seen > told + (1 << 20):
+            print("seen", seen, flush=True)
+            told = seen
+else:
+    address = (os.environ["MASTER_ADDR"], 29400)
+    while True:
+        try:
+            connection = socket.create_connection(address)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    while True:
+        connection.sendall(bytes(1 << 18))
+"""
+
+
+@needs_namespaces
+def test_a_rate_that_falls_does_not_stop_a_full_link(cluster: Cluster) -> None:
+    """Large packets wait in a queue when its bucket becomes smaller than they are."""
+    cluster.set_rate("1gbit")
+    talk = Talk(cluster, STREAM)
+    talk.until("seen")
+    for rate in ("100mbit", "1gbit", "20mbit"):
+        time.sleep(0.3)
+        cluster.set_rate(rate)
+        time.sleep(0.3)
+        talk.forget()
+        talk.until("seen")
+        talk.until("seen")
+    talk.job.stop()
 
 
 @needs_namespaces
