@@ -16,6 +16,7 @@ CASES = [
         (0.9, 0.0, 1.0, 0.0),
         (0.9, 5e-4, 1.0, 0.0),
         (0.9, 5e-4, 1 / 1024, 1.0),
+        (0.9, 0.0, 1 / 1024, 1.0),
         (0.0, 0.0, 1.0, 0.0),
         (0.0, 1e-2, 0.5, 0.0),
     ]
@@ -40,10 +41,14 @@ def _numpy(tensors: list[Tensor]) -> list[np.ndarray]:
     return [tensor.numpy() for tensor in tensors]
 
 
+@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize("skipped", [0, 1], ids=["aligned", "not aligned"])
 @pytest.mark.parametrize(("mu", "decay", "scale", "nesterov"), CASES)
-def test_a_step_is_the_reference_bit_for_bit(mu: float, decay: float, scale: float, nesterov: float) -> None:
+def test_a_step_is_the_reference_bit_for_bit(
+    mu: float, decay: float, scale: float, nesterov: float, skipped: int, past: bool
+) -> None:
     options = _options(mu, decay, scale, nesterov)
-    ours, theirs = _state(mu, 1), _state(mu, 1)
+    ours, theirs = ([tensor[skipped:] for tensor in _state(mu, 1, 5003 + skipped)] for _ in range(2))
     for step in range(4):
         start, length = (4990, 41) if step % 2 else (100, 78)
         out, expected = torch.zeros(length), torch.zeros(length)
@@ -54,7 +59,7 @@ def test_a_step_is_the_reference_bit_for_bit(mu: float, decay: float, scale: flo
             compiled.drift(*_numpy(ours[1:]), options.numpy())
             plain.drift(*theirs[1:], options)
         else:
-            assert compiled.advance(*_numpy(ours), options.numpy(), 0.3)
+            assert compiled.advance(*_numpy(ours), options.numpy(), 0.3, past)
             assert plain.advance(*theirs, options, 0.3)
             compiled.settle(*(ours[i].numpy() for i in (0, 1, 4)), start, out.numpy())
             plain.settle(theirs[0], theirs[1], theirs[4], start, expected)
@@ -65,7 +70,7 @@ def test_a_step_is_the_reference_bit_for_bit(mu: float, decay: float, scale: flo
 def test_pending_is_what_advance_leaves() -> None:
     state, options, out = _state(0.9, 2), _options(0.9, 1e-3, 1.0, 0.0), np.zeros(100, np.float32)
     compiled.pending(*_numpy(state[1:]), options.numpy(), 4950, out)
-    compiled.advance(*_numpy(state), options.numpy(), 0.3)
+    compiled.advance(*_numpy(state), options.numpy(), 0.3, True)
     places = plain.block(5003, 4950, 100)
     assert torch.equal(state[1][places], torch.from_numpy(out)), "what is sent is exactly what is cleared"
 
@@ -80,10 +85,13 @@ def test_largest_sees_every_place(bad: float, place: int) -> None:
     assert compiled.largest(np.empty(0, np.float32)) == 0.0
 
 
-def test_advance_says_when_an_error_is_not_finite() -> None:
-    state, options = _state(0.9, 4), _options(0.9, 0.0, 1.0, 0.0)
-    state[3][77] = float("inf")
-    assert not compiled.advance(*_numpy(state), options.numpy(), 0.3)
+@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize("place", [0, 77, 4991, 5002])
+def test_advance_says_when_an_error_is_not_finite(place: int, past: bool) -> None:
+    for mu, nesterov, bad in ((0.0, 0.0, "inf"), (0.9, 0.0, "-inf"), (0.9, 1.0, "nan")):
+        state, options = _state(mu, 4), _options(mu, 0.0, 1.0, nesterov)
+        state[3][place] = float(bad)
+        assert not compiled.advance(*_numpy(state), options.numpy(), 0.3, past)
 
 
 def test_squares_are_summed_in_order() -> None:

@@ -5,8 +5,8 @@ that `NUMBA_BOUNDSCHECK=1` checks every access.  No fast-math: results must equa
 threads of Numba's own: a kernel releases the interpreter lock, and the caller's threads run it side by side.
 
 The disk cache looks only at the file that a kernel stands in.  A kernel therefore calls kernels of its own file only:
-an edit to another file would leave the old machine code in use.  (`_masks`, `_tiles` and `_halves` are the exceptions: after
-an edit there, remove the cached `*.nbi` and `*.nbc`.)
+an edit to another file would leave the old machine code in use.  (`_masks`, `_tiles`, `_streams` and `_halves` are the
+exceptions: after an edit there, remove the cached `*.nbi` and `*.nbc`.)
 """
 
 from collections.abc import Callable

@@ -24,10 +24,13 @@ from numpy.typing import NDArray
 
 from thinwire.kernels.cpu._jit import kernel
 from thinwire.kernels.cpu._masks import pointer_to
+from thinwire.kernels.cpu._streams import ALIGNMENT, WIDTH, advance_nesterov, advance_with, advance_without
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
 
+CACHED = 1 << 20
+"""Elements of a model whose parameters are found in the cache by what follows a step."""
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
@@ -93,7 +96,7 @@ def pending(
 
 
 @kernel
-def advance(
+def _advance(
     shared: Floats,
     error: Floats,
     momentum: Floats,
@@ -102,11 +105,6 @@ def advance(
     options: Floats,
     strength: float,
 ) -> bool:
-    """The step that an exchange follows: momentum, error += update, point = shared - strength * error.
-
-    False if an error is not finite afterwards.
-    Memory: one pass (4 reads, 3 writes; one read more with decay, one read and one write less without momentum).
-    """
     lr, mu, decay, scale, nesterov = options[0], options[1], options[2], options[3], options[4] != 0.0
     with_momentum, with_decay, factor = momentum.size != 0, decay != 0.0, np.float32(strength)
     bad = False
@@ -123,6 +121,57 @@ def advance(
         error[i] = total
         point[i] = shared[i] - factor * total
     return not bad
+
+
+@kernel
+def _advance_past_cache(
+    shared: Floats,
+    error: Floats,
+    momentum: Floats,
+    gradient: Floats,
+    point: Floats,
+    options: Floats,
+    strength: float,
+) -> bool:
+    lr, mu, scale, factor = options[0], options[1], options[3], np.float32(strength)
+    bad = 0
+    if momentum.size == 0:
+        for i in range(0, point.size, WIDTH):
+            bad |= advance_without(shared, error, momentum, gradient, point, i, lr, mu, scale, factor)
+    elif options[4] != 0.0:
+        for i in range(0, point.size, WIDTH):
+            bad |= advance_nesterov(shared, error, momentum, gradient, point, i, lr, mu, scale, factor)
+    else:
+        for i in range(0, point.size, WIDTH):
+            bad |= advance_with(shared, error, momentum, gradient, point, i, lr, mu, scale, factor)
+    return bad == 0
+
+
+@kernel
+def advance(
+    shared: Floats,
+    error: Floats,
+    momentum: Floats,
+    gradient: Floats,
+    point: Floats,
+    options: Floats,
+    strength: float,
+    past: bool,
+) -> bool:
+    """The step that an exchange follows: momentum, error += update, point = shared - strength * error.
+
+    past  write the point past the cache, for large models; decay reads it before, and then that would not pay
+    False if an error is not finite afterwards.
+    Memory: one pass (4 reads, 3 writes; one read more with decay, one read and one write less without momentum).
+    """
+    whole = 0
+    if past and options[2] == 0.0 and point.ctypes.data % ALIGNMENT == 0:
+        whole = point.size - point.size % WIDTH
+    head, rest = slice(0, whole), slice(whole, point.size)
+    good = _advance_past_cache(
+        shared[head], error[head], momentum[head], gradient[head], point[head], options, strength
+    )
+    return good & _advance(shared[rest], error[rest], momentum[rest], gradient[rest], point[rest], options, strength)
 
 
 @kernel
@@ -190,11 +239,11 @@ def all_advance(rows: Integers, options: Floats, strength: float, places: Intege
 
     mean is empty if it is not there yet: `all_settle` then comes later.
     """
-    good = True
+    good, past = True, rows[:, 5].sum() > CACHED
     for k in range(places.shape[0]):
         row, size, here = rows[places[k, 0]], rows[places[k, 0], 5], options[places[k, 0]]
         shared, error, gradient, point = _at(row[0], size), _at(row[1], size), _at(row[3], size), _at(row[4], size)
-        good &= advance(shared, error, _momentum(row), gradient, point, here, strength)
+        good &= advance(shared, error, _momentum(row), gradient, point, here, strength, past)
         if mean.size:
             settle(shared, error, point, places[k, 3], mean[places[k, 1] : places[k, 1] + places[k, 2]])
     return good
