@@ -60,7 +60,7 @@ def _advance(kind: Momentum) -> Callable[..., int]:
         arrays = (shared, error, momentum, gradient, point)
         return types.int64(*arrays, types.intp, number, number, number, number), generate
 
-    return cast(Any, intrinsic(typed))
+    return cast(Callable[..., int], intrinsic(typed))
 
 
 advance_without, advance_with, advance_nesterov = (_advance(kind) for kind in ("none", "plain", "nesterov"))
