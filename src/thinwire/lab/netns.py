@@ -103,7 +103,7 @@ class Shape:
             bucket=bucket,
             # What a switch port queues: 50 ms, but never less than a few windows of a slow start.
             limit=max(int(a_second * 0.05), 64 * FRAME),
-            gso=min(max(frames * PAYLOAD + HEADERS, 2 * FRAME), 65536),
+            gso=min(max(min(frames * PAYLOAD + HEADERS, bucket), 2 * FRAME), 65536),
         )
 
     def tbf(self) -> str:
