@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .replica import Slot
 
-ENDS = (0.35, 0.65, 0.8)
+ENDS = (0.35, 0.6, 0.76, 0.84)
 """Where buckets end, as shares of all that is sent. Few, since each sum costs a core up to a millisecond; the last one is
 what the pass over memory hides on a link of 100 Mbit/s, the one before it is gone when backward ends."""
 SMALL = 2048
