@@ -8,11 +8,10 @@ process, in lock-step, with collectives done in memory. Both are driven by the s
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, Protocol
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ChainError
-from ..log import logger
+from .threads import patient_threads
 
 Operation = Literal["gather", "sum", "average", "max", "all to all", "reduce", "collect", "broadcast", "idle"]
 Scope = Literal["flat", "intra", "inter"]
@@ -241,7 +240,7 @@ class TorchWorld:
             others = range(self.size) if everybody else [self.rank]
             kinds = {tuple(Place(rank, self.size, self.ranks_per_node).ranks(scope)) for rank in others}
             for kind in sorted(kinds):
-                with _patient_threads():
+                with patient_threads():
                     group = dist.new_group(
                         [self._ranks[rank] for rank in kind],
                         timeout=self._timeout,
@@ -321,41 +320,6 @@ class TorchWorld:
             farewell = threading.Thread(target=groups.clear, name="thinwire-farewell", daemon=True)
             farewell.start()
             farewell.join(FAREWELL_SECONDS)
-
-
-@contextlib.contextmanager
-def _patient_threads() -> Iterator[None]:
-    """Threads that are made in here wait for the others to end their turn instead of interrupting them.
-
-    gloo wakes its threads for nearly every packet, and each time a computation loses its place and its caches; patient ones
-    take what has come in by their next turn, some milliseconds later, at once. On an idle core they run as soon as ever.
-    Threads inherit this from the one that makes them, which gets its own back. THINWIRE_PATIENT=0 switches it off.
-    """
-    wanted = hasattr(os, "SCHED_BATCH") and os.environ.get("THINWIRE_PATIENT", "1") != "0"  # Linux only
-    changed = False
-    try:
-        if wanted and os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            changed = True
-    except OSError as error:
-        _tell_of_refusal(str(error))
-    try:
-        yield
-    finally:
-        if changed:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
-def give_way() -> None:
-    """Let patient threads that have something to do begin with it now."""
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
-
-
-@functools.cache
-def _tell_of_refusal(error: str) -> None:
-    """Once: nothing is lost but some speed."""
-    logger.info("threads of collectives will interrupt the computation: SCHED_BATCH is not allowed here (%s)", error)
 
 
 _taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()

@@ -32,7 +32,8 @@ from ...engine.sums import Sums
 from ...errors import ExchangeError
 from ...feedback import Balance
 from ...log import logger
-from ...schemes.world import LocalWorld, give_way
+from ...schemes.threads import give_way
+from ...schemes.world import LocalWorld
 from . import head
 from .buckets import Bucket, cut
 from .replica import Replica
