@@ -116,6 +116,9 @@ def step(
         bool,
         typer.Option(help="Every DDP with gradient_as_bucket_view, which saves it a copy, or every one without."),
     ] = True,
+    momentum: Annotated[
+        float, typer.Option(help="Of the SGD that every method steps with.", min=0.0, max=0.999)
+    ] = 0.9,
     json_file: JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw step time over rate to this .svg, .png or .pdf.", callback=can_be_drawn)
@@ -147,6 +150,7 @@ def step(
             warm_up=warm_up,
             bucket_mb=bucket_mb,
             bucket_view=bucket_view,
+            momentum=momentum,
         )
         bench_step.check(options)
         sizes = _numbers(nodes)
@@ -173,6 +177,7 @@ def step(
                 "steps_per_round": steps_per_round,
                 "bucket_mb": bucket_mb,
                 "bucket_view": bucket_view,
+                "momentum": momentum,
             }
             write(json_file, result("bench step", rows, {**summary, "peak_memory_bytes": memory}))
         if plot is not None:

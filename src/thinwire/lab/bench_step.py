@@ -60,6 +60,8 @@ class Options:
     bucket_mb: float | None = None
     bucket_view: bool = True
     """DDP hands its buckets out as gradients: one copy less for every method."""
+    momentum: float = 0.9
+    """Of the SGD that every method steps with."""
 
 
 @dataclass
@@ -205,6 +207,7 @@ def _command(options: Options) -> list[str]:
         "--rounds": options.rounds,
         "--steps": options.steps_per_round,
         "--warm-up": options.warm_up,
+        "--momentum": options.momentum,
     }
     if options.bucket_mb is not None:
         words["--bucket-mb"] = options.bucket_mb

@@ -74,17 +74,19 @@ class Contestant:
         return time.perf_counter() - begun, time.process_time() - cpu
 
 
-def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool = True) -> Contestant:
+def make(
+    method: str, work: Workload, bucket_mb: float | None, bucket_view: bool = True, momentum: float = 0.9
+) -> Contestant:
     """`method` is a name of `bench_step`, or the text of a codec; `@4` after it gives DDP buckets of 4 MB.
 
     `@1/25/8` gives each bucket its own size.
     """
     name, own = name_and_size(method)
     model = work.model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
     updates = updates_of(name)
     if updates is not None:
-        inner = torch.optim.SGD(model.parameters(), lr=0.01)
-        optimizer = thinwire.LocalUpdates(inner, model, updates.codec, updates.feedback, updates.period)
+        optimizer = thinwire.LocalUpdates(sgd, model, updates.codec, updates.feedback, updates.period)
         return Contestant(model, optimizer, optimizer.exchange)
     wire: Wire | None = None
     module = model
@@ -105,7 +107,7 @@ def make(method: str, work: Workload, bucket_mb: float | None, bucket_view: bool
         if peer is not None:
             ddp.register_comm_hook(peer.state(), peer.hook)
         module = ddp
-    return Contestant(module, torch.optim.SGD(model.parameters(), lr=0.01), wire)
+    return Contestant(module, sgd, wire)
 
 
 def sent(interface: str) -> tuple[int, int]:
@@ -207,6 +209,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, required=True, help="steps of each method before all others")
     parser.add_argument("--bucket-mb", type=float, default=None)
     parser.add_argument("--no-bucket-view", action="store_true", help="DDP copies gradients out of its buckets")
+    parser.add_argument("--momentum", type=float, required=True)
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -215,7 +218,7 @@ def main() -> None:
     work = load(options.workload)
     contestants = []
     for method in json.loads(options.methods):
-        contestants.append(make(method, work, options.bucket_mb, not options.no_bucket_view))
+        contestants.append(make(method, work, options.bucket_mb, not options.no_bucket_view, options.momentum))
         say(made=method)
     judge = Judge(work, contestants, os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
     for place, contestant in enumerate(contestants):
