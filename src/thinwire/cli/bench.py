@@ -118,7 +118,7 @@ def step(
     ] = True,
     momentum: Annotated[
         float, typer.Option(help="Of the SGD that every method steps with.", min=0.0, max=0.999)
-    ] = 0.9,
+    ] = 0.0,
     json_file: JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw step time over rate to this .svg, .png or .pdf.", callback=can_be_drawn)

@@ -60,7 +60,7 @@ class Options:
     bucket_mb: float | None = None
     bucket_view: bool = True
     """DDP hands its buckets out as gradients: one copy less for every method."""
-    momentum: float = 0.9
+    momentum: float = 0.0
     """Of the SGD that every method steps with."""
 
 

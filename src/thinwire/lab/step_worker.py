@@ -75,7 +75,7 @@ class Contestant:
 
 
 def make(
-    method: str, work: Workload, bucket_mb: float | None, bucket_view: bool = True, momentum: float = 0.9
+    method: str, work: Workload, bucket_mb: float | None, bucket_view: bool = True, momentum: float = 0.0
 ) -> Contestant:
     """`method` is a name of `bench_step`, or the text of a codec; `@4` after it gives DDP buckets of 4 MB.
 
