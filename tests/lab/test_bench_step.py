@@ -13,6 +13,8 @@ from thinwire.feedback import Detached
 from thinwire.lab import LabError
 from thinwire.lab.bench_step import METHODS, Options, Visit, check, interval, ratio_interval, split
 from thinwire.lab.methods import Updates, updates_of
+from thinwire.lab.step_worker import make
+from thinwire.lab.workloads import load
 
 from .conftest import needs_namespaces
 
@@ -66,6 +68,17 @@ def test_a_run_has_a_row_for_every_method_and_its_bytes_are_those_of_the_interfa
         row = rows[method]
         assert row["payload_bytes_per_rank"] == pytest.approx(row["expected_bytes_per_rank"], rel=0.05)
         assert row["bytes_per_rank"] < 0.1 * rows["fp32"]["bytes_per_rank"]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_every_method_steps_with_the_momentum_that_was_asked_for(momentum: float) -> None:
+    work = load("gpt-small")
+    contestant = make("none", work, None, momentum=momentum)
+    contestant.step(work, 0)
+    assert contestant.optimizer.defaults["momentum"] == momentum
+    assert any(state.get("momentum_buffer") is not None for state in contestant.optimizer.state.values()) == (
+        momentum > 0
+    )
 
 
 def test_commas_inside_brackets_belong_to_the_codec() -> None:
