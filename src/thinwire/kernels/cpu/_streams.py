@@ -1,6 +1,7 @@
 """SGD in update space on 16 elements at once, given to Numba as LLVM code, because the point is written past the cache.
 
-A plain store reads the cache line first, which nobody asked for: a sixth of all that such a step moves.
+A plain store reads the cache line first, which nobody asked for: a sixth of all that such a step moves. Other threads see what
+was stored once the caller has taken the interpreter lock back, which orders it.
 """
 
 from collections.abc import Callable
