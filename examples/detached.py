@@ -9,6 +9,7 @@ feedback fails, 0.3 is best or nearly so, "auto" is close to it.
 import argparse
 import copy
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lrs = [float(lr) for lr in options.lrs.split(",")]
     rows = []
+    logging.basicConfig(level=logging.WARNING)  # what is announced of each of these runs would cut the table up
     print("training loss at the settled model")
     print("lambda  " + "".join(f"  lr {lr:<7g}" for lr in lrs) + f"  best lambda seen at lr {lrs[-1]:g}")
     for text in options.strengths.split(","):
