@@ -105,9 +105,12 @@ def _table(states: list[list[Tensor]]) -> np.ndarray:
     return np.array(rows, np.int64)
 
 
+@pytest.mark.parametrize("large", [0, compiled.CACHED], ids=["small", "past the cache"])
 @pytest.mark.parametrize(("mu", "decay", "scale", "nesterov"), CASES)
-def test_all_parameters_at_once_are_as_one_by_one(mu: float, decay: float, scale: float, nesterov: float) -> None:
-    sizes = (5003, 1, 77, 640)
+def test_all_parameters_at_once_are_as_one_by_one(
+    mu: float, decay: float, scale: float, nesterov: float, large: int
+) -> None:
+    sizes = (large + 5003, 1, 77, 640)
     ours, theirs = ([_state(mu, size, size) for size in sizes] for _ in range(2))
     single = _options(mu, decay, scale, nesterov)
     rows, options = _table(ours), single.repeat(len(sizes), 1).numpy()

@@ -25,16 +25,12 @@ print("sum", tensor[0].item())
 torch.distributed.destroy_process_group()
 """
 
-# Rank 0 answers every 256 KB it is sent with one byte; rank 1 says how long each took.
-TALK = """
+MEET = """
 import os, socket, time
 address, rank = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), int(os.environ["RANK"])
-data = bytes(1 << 18)
 if rank == 0:
     with socket.create_server(address) as server:
         connection, _ = server.accept()
-    while connection.recv(len(data), socket.MSG_WAITALL):
-        connection.sendall(b"x")
 else:
     while True:
         try:
@@ -42,6 +38,17 @@ else:
             break
         except ConnectionRefusedError:
             time.sleep(0.02)
+"""
+
+# Rank 0 answers every 256 KB it is sent with one byte; rank 1 says how long each took.
+TALK = (
+    MEET
+    + """
+data = bytes(1 << 18)
+if rank == 0:
+    while connection.recv(len(data), socket.MSG_WAITALL):
+        connection.sendall(b"x")
+else:
     while True:
         start = time.monotonic()
         connection.sendall(data)
@@ -55,10 +62,28 @@ else:
             connection.recv(1)
             print("again")
 """
+)
+
+# Rank 1 sends without end; rank 0 says how much has come.
+STREAM = (
+    MEET
+    + """
+if rank == 0:
+    seen, told = 0, 0
+    while data := connection.recv(1 << 20):
+        seen += len(data)
+        if seen > told + (1 << 20):
+            print("seen", seen)
+            told = seen
+else:
+    while True:
+        connection.sendall(bytes(1 << 18))
+"""
+)
 
 
 class Talk:
-    """A job, that above for instance, and what it says."""
+    """One of the jobs above, and what it says."""
 
     def __init__(self, cluster: Cluster, job: str = TALK) -> None:
         self.said: queue.Queue[str] = queue.Queue()
@@ -121,30 +146,6 @@ def test_ranks_of_one_node_use_its_loopback() -> None:
 @needs_namespaces
 def test_counters_start_at_nothing(cluster: Cluster) -> None:
     assert all(counters.bytes_sent == 0 for counters in cluster.counters())
-
-
-STREAM = """
-import os, socket, time
-if os.environ["RANK"] == "0":
-    with socket.create_server(("", 29400)) as server:
-        peer = server.accept()[0]
-    seen, told = 0, 0
-    while data := peer.recv(1 << 20):
-        seen += len(data)
-        if seen > told + (1 << 20):
-            print("seen", seen, flush=True)
-            told = seen
-else:
-    address = (os.environ["MASTER_ADDR"], 29400)
-    while True:
-        try:
-            connection = socket.create_connection(address)
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.02)
-    while True:
-        connection.sendall(bytes(1 << 18))
-"""
 
 
 @needs_namespaces

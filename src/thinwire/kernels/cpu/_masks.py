@@ -1,5 +1,5 @@
-"""What NumPy's language lacks, given to Numba as LLVM code: compare 64 floats at once, find and count set bits, write
-zeros past the cache, and follow an address.
+"""What NumPy's language lacks, given to Numba as LLVM code: compare 64 floats at once, find and count set bits, and follow
+an address.
 
 LLVM turns the wide comparison into the vector instructions of the machine at hand.  A loop over the bits of the mask
 then touches selected elements only, which at a density of 1 % took half the time of a branch-free compaction.
@@ -15,7 +15,6 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 BLOCK = 64
-STREAM = 8
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _VECTOR = ir.VectorType(_I32, BLOCK)
@@ -53,18 +52,6 @@ def _count_ones(_context: Any, _word: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-def _store_past_cache(_context: Any, array: Any, _start: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        vector = ir.VectorType(ir.FloatType(), STREAM)
-        place = builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer())
-        store = builder.store(ir.Constant(vector, [0.0] * STREAM), place, align=4 * STREAM)
-        store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), generate
-
-
 def _pointer(_context: Any, _address: Any) -> Any:
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
@@ -84,12 +71,6 @@ lowest_bit: Callable[[np.uint64], int] = cast(Any, intrinsic(_count_trailing_zer
 
 count_bits: Callable[[np.uint64], int] = cast(Any, intrinsic(_count_ones))
 """`count_bits(mask)`: how many bits of a uint64 are set."""
-
-stream_zeros: Callable[[NDArray[np.float32], int], None] = cast(Any, intrinsic(_store_past_cache))
-"""`stream_zeros(x, start)`: zero x[start : start + 8] without reading its cache line first.
-
-The caller sees to it that x[start] lies on a multiple of 32 bytes, and start + 8 <= x.size.
-"""
 
 pointer_to: Callable[[int], Any] = cast(Any, intrinsic(_pointer))
 """`pointer_to(address)`: a pointer to float32 numbers in memory, for `numba.carray`. The caller sees to it that they live."""

@@ -1,15 +1,17 @@
-"""SGD in update space on 16 elements at once, given to Numba as LLVM code, because the point is written past the cache.
+"""Stores past the cache, 16 elements at once, given to Numba as LLVM code: zeros, and the point of a step in update space.
 
-A plain store reads the cache line first, which nobody asked for: a sixth of all that such a step moves. Other threads see what
-was stored once the caller has taken the interpreter lock back, which orders it.
+A plain store reads the cache line first, which nobody asked for: of such a step that is a sixth of all it moves. Other threads
+see what was stored once the caller has taken the interpreter lock back, which orders it.
 """
 
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 Momentum = Literal["none", "plain", "nesterov"]
 
@@ -19,6 +21,17 @@ _I32 = ir.IntType(32)
 _FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
 _INTEGERS = ir.VectorType(_I32, WIDTH)
 _EXPONENT = 0x7F800000  # all ones exactly for NaN and infinity
+
+
+def _store_zeros(_context: Any, array: Any, _start: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        place = builder.bitcast(builder.gep(data, [arguments[1]]), _FLOATS.as_pointer())
+        store = builder.store(ir.Constant(_FLOATS, [0.0] * WIDTH), place, align=ALIGNMENT)
+        store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
 
 
 def _advance(kind: Momentum) -> Callable[..., int]:
@@ -63,6 +76,12 @@ def _advance(kind: Momentum) -> Callable[..., int]:
 
     return cast(Callable[..., int], intrinsic(typed))
 
+
+stream_zeros: Callable[[NDArray[np.float32], int], None] = cast(Any, intrinsic(_store_zeros))
+"""`stream_zeros(x, start)`: zero x[start : start + 16] without reading its cache line first.
+
+The caller sees to it that x[start] lies on a multiple of ALIGNMENT bytes, and start + 16 <= x.size.
+"""
 
 advance_without, advance_with, advance_nesterov = (_advance(kind) for kind in ("none", "plain", "nesterov"))
 """`advance_with(shared, error, momentum, gradient, point, start, lr, mu, scale, strength)`: elements [start, start + 16) of the

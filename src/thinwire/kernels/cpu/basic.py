@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.kernels.cpu._jit import kernel
-from thinwire.kernels.cpu._masks import STREAM, stream_zeros
+from thinwire.kernels.cpu._streams import WIDTH, stream_zeros
 from thinwire.kernels.cpu._tiles import AHEAD, TILE, add_tile, prefetch
 
 Floats = NDArray[np.float32]
@@ -95,11 +95,11 @@ def clear(out: Floats) -> None:
     An ordinary store reads the cache line that it is going to overwrite: 25 M elements took 6.7 ms so, and 3.4 past the
     cache, beside 9.4 for `add_`.
     """
-    head = (-(out.ctypes.data // 4)) % STREAM if out.size > CACHED else out.size
+    head = (-(out.ctypes.data // 4)) % WIDTH if out.size > CACHED else out.size
     for i in range(head):
         out[i] = np.float32(0.0)
-    whole = out.size - (out.size - head) % STREAM
-    for i in range(head, whole, STREAM):
+    whole = out.size - (out.size - head) % WIDTH
+    for i in range(head, whole, WIDTH):
         stream_zeros(out, i)
     for i in range(whole, out.size):
         out[i] = np.float32(0.0)

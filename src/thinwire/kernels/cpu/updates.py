@@ -97,13 +97,7 @@ def pending(
 
 @kernel
 def _advance(
-    shared: Floats,
-    error: Floats,
-    momentum: Floats,
-    gradient: Floats,
-    point: Floats,
-    options: Floats,
-    strength: float,
+    shared: Floats, error: Floats, momentum: Floats, gradient: Floats, point: Floats, options: Floats, strength: float
 ) -> bool:
     lr, mu, decay, scale, nesterov = options[0], options[1], options[2], options[3], options[4] != 0.0
     with_momentum, with_decay, factor = momentum.size != 0, decay != 0.0, np.float32(strength)
@@ -125,13 +119,7 @@ def _advance(
 
 @kernel
 def _advance_past_cache(
-    shared: Floats,
-    error: Floats,
-    momentum: Floats,
-    gradient: Floats,
-    point: Floats,
-    options: Floats,
-    strength: float,
+    shared: Floats, error: Floats, momentum: Floats, gradient: Floats, point: Floats, options: Floats, strength: float
 ) -> bool:
     lr, mu, scale, factor = options[0], options[1], options[3], np.float32(strength)
     bad = 0
