@@ -28,7 +28,8 @@ for step in range(int(sys.argv[1])):
     optimizer.zero_grad()
     model(torch.randn(8, 32)).square().mean().backward()
     optimizer.step()
-print("steps", step + 1, sys.argv)
+if dist.get_rank() == 0:  # all ranks have one stdout, in which their lines would mix
+    print("steps", step + 1, sys.argv)
 dist.destroy_process_group()
 """
 
