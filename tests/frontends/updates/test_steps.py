@@ -137,7 +137,7 @@ def test_gradients_that_come_in_another_order() -> None:
     _, waited, strikes, overlap = early[0]
     assert waited[:3] == [1, 1, 1], "a hook on the last gradient is enough"
     assert strikes == [0, 0, 0, 1, 0, 0], "the step in which the order is another finds out"
-    assert waited[3:] == [2, 2, 2], "from then on all are waited for"
+    assert waited[3:] == [6, 6, 6], "from then on weights and biases of three layers are waited for"
     assert overlap
 
 

@@ -16,8 +16,6 @@ from .replica import Slot
 ENDS = (0.35, 0.6, 0.76, 0.84)
 """Where buckets end, as shares of all that is sent. Few, since each sum costs a core up to a millisecond; the last one is
 what the pass over memory hides on a link of 100 Mbit/s, the one before it is gone when backward ends."""
-SMALL = 2048
-"""Elements of a tensor below which it goes with the last bucket: to look at it earlier costs more than that hides."""
 SMALLEST = 4096
 """Elements that are worth a sum of their own."""
 
@@ -59,25 +57,20 @@ class Bucket:
         self.wire = [torch.zeros(self.elements) for _ in range(replicas)]
 
 
-def is_small(slot: Slot) -> bool:
-    return slot.info.elements < SMALL
-
-
 def cut(slots: Sequence[Slot], whole: Collection[int], ratio: float, *, several: bool) -> list[Bucket]:
-    """Buckets in the order in which backward is expected to leave gradients: the last parameters first, small ones at the end.
+    """Buckets in the order in which backward is expected to leave gradients: the last parameters first.
 
     whole    slots that are sent whole
     several  whether there is to be more than one
     """
     present = [i for i in reversed(range(len(slots))) if slots[i].info.elements]
-    present.sort(key=lambda i: is_small(slots[i]))
     lengths = {i: slots[i].info.elements for i in present}
     lengths |= {i: max(1, int(size / ratio)) for i, size in lengths.items() if i not in whole}
     total, sent, inside = sum(lengths.values()), 0, 0
     ends = [end * total for end in ENDS] if several else []
     parts: list[list[int]] = [[]]
     for slot, length in lengths.items():
-        if ends and sent >= ends[0] and inside >= SMALLEST and not is_small(slots[slot]):
+        if ends and sent >= ends[0] and inside >= SMALLEST:
             ends = [end for end in ends if end > sent]
             parts.append([])
             inside = 0
