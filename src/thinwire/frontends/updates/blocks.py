@@ -245,6 +245,8 @@ class Blocks:
         for room, said in zip(self.heads, say(), strict=True):
             room.copy_(torch.tensor(said))
         self.exchange.begin("head", self.heads)
+        for bucket in first:
+            self.exchange.there(bucket.name)  # sums of two ranks are added up here, while the heads travel
         self.exchange.wait("head")
         self._send(last)
         give_way()  # what comes now computes for a while
