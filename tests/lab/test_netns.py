@@ -46,6 +46,8 @@ def test_buckets_fit(rate: int, port: bool) -> None:
     assert shape.gso <= 65536
     assert shape.limit > shape.burst
     assert ("peakrate" in shape.tbf()) is not port
+    if shape.peak is not None:
+        assert rate // 8 < shape.peak // 8 <= 0.14 * rate, "or the kernel refuses it"
     assert parse_rate(format_rate(rate)) == pytest.approx(rate, rel=1e-3)
 
 

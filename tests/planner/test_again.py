@@ -1,40 +1,48 @@
 """A plan for a job as it runs: links that take more beside a computation, and links that have changed."""
 
+import msgspec
 import pytest
 
 from tests.planner import examples
 from thinwire.planner.again import FURTHEST, again, alone, best, best_beside, fit, fitted
 from thinwire.planner.drift import scaled
+from thinwire.planner.profile import Profile
+
+
+def _fitted(profile, times):
+    return fitted(msgspec.structs.replace(profile, fit=times))
 
 
 @pytest.mark.parametrize("times", [0.5, 1.0, 2.5])
-def test_links_are_fitted_to_what_ddp_alone_takes(times):
+def test_links_are_fitted_to_what_ddp_alone_takes(times, tmp_path):
     profile = examples.profile()
-    seconds = alone(fitted(profile, times))
-    assert fit(profile, seconds) == pytest.approx(times, rel=0.02)
+    seconds = alone(_fitted(profile, times))
+    assert fit(profile, seconds).fit == pytest.approx(times, rel=0.02)
     choice = best_beside(profile, "high", (), seconds)
-    assert choice.profile is profile
+    assert choice.profile == fit(profile, seconds)
+    choice.profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == choice.profile, "the next run knows of it"
     assert choice.plan.dense_seconds == pytest.approx(seconds, rel=1e-6)
-    expected = best(fitted(profile, times), "high").plan
+    expected = best(_fitted(profile, times), "high").plan
     assert choice.plan.predicted_seconds == pytest.approx(expected.predicted_seconds, rel=0.02)
 
 
 def test_what_no_link_explains_is_a_factor_for_everything():
     profile = examples.profile()
-    seconds = 3.0 * alone(fitted(profile, FURTHEST))
-    assert fit(profile, seconds) == pytest.approx(FURTHEST, rel=0.02)
+    seconds = 3.0 * alone(_fitted(profile, FURTHEST))
+    assert fit(profile, seconds).fit == pytest.approx(FURTHEST, rel=0.02)
     choice = best_beside(profile, "high", (), seconds)
     assert choice.plan.dense_seconds == pytest.approx(seconds)
-    expected = best(fitted(profile, FURTHEST), "high").plan
+    expected = best(_fitted(profile, FURTHEST), "high").plan
     assert choice.plan.predicted_seconds == pytest.approx(3.0 * expected.predicted_seconds, rel=0.05)
 
 
 def test_what_a_byte_costs_a_computation_stays_when_links_change():
     """Twice the seconds for a byte; then links that need ten times as long: eleven times the seconds, not twenty."""
-    profile = examples.profile(bits_per_second=1e9)
-    slow = scaled(profile, 10.0)
-    choice = again(profile, None, "high", 10.0, alone(fitted(slow, 1.1)), (), fit=2.0)
-    assert choice.fit == pytest.approx(1.1)
-    assert choice.profile == slow
-    expected = best(fitted(slow, 1.1), "high").plan
+    profile = msgspec.structs.replace(examples.profile(bits_per_second=1e9), fit=2.0)
+    slow = msgspec.structs.replace(scaled(profile, 10.0), fit=1.1)
+    choice = again(profile, None, "high", 10.0, alone(fitted(slow)))
+    assert choice.profile.fit == pytest.approx(1.1)
+    assert msgspec.structs.replace(choice.profile, fit=1.1) == slow
+    expected = best(fitted(slow), "high").plan
     assert choice.plan.predicted_seconds == pytest.approx(expected.predicted_seconds, rel=1e-6)

@@ -22,6 +22,7 @@ def test_a_profile_comes_back(tmp_path):
         (lambda p: p.update(version=99), "version 99"),
         (lambda p: p.update(tensors=[]), "no tensors"),
         (lambda p: p.update(backward=-1.0), "backward is -1"),
+        (lambda p: p.update(fit=0.0), "fit is 0"),
         (lambda p: p.update(backward="soon"), r"Expected `float`.*\$.backward"),
         (lambda p: p.pop("links"), "missing required field `links`"),
         (lambda p: p.update(links=[]), "no link all_reduce flat"),

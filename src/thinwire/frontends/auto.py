@@ -123,7 +123,6 @@ class AutoWire(DDPWire):
         self._parent = self.world.parent
         self._phase: Callable[[], None] = self._watching
         self._profile: Profile | None = None
-        self._fit = 1.0
         self._borders: list[int] = []
         self._before = self.method
         self._plain: Plan | None = None
@@ -224,7 +223,7 @@ class AutoWire(DDPWire):
         """Whether the best plan is worth a hook. `crowd`: how many threads want each core."""
         self.native_seconds = self._baseline = native
         choice: Choice = self._from_rank_0(lambda: best_beside(profile, self.quality, self._borders, native))
-        self._fit = choice.fit
+        self._profile = choice.profile
         plan, predicted, least = choice.plan, choice.plan.predicted_seconds, LEAST_GAIN * min(crowd, MOST_CROWDED)
         gain = 1.0 - predicted / native
         words = f"{_alone(native)}, {words}; the best plan is predicted at {milliseconds(predicted)}, {gain:.0%} less"
@@ -408,7 +407,7 @@ class AutoWire(DDPWire):
         )
         self._baseline, self._planning = seconds, True
         if self.world.members[0] == 0:
-            self._search = Search(self._profile, self.plan, self.quality, links, seconds, self._borders, self._fit)
+            self._search = Search(self._profile, self.plan, self.quality, links, seconds, self._borders)
 
     def _links_now(self, profile: Profile, step: float) -> float:
         """How many times the seconds of the profile links need for a byte. Takes about a step."""
@@ -423,7 +422,7 @@ class AutoWire(DDPWire):
     def _adopt(self) -> None:
         search, self._search, self._planning = self._search, None, False
         choice: Choice = self._from_rank_0(lambda: search.result() if search is not None else None)
-        self._profile, self._fit, plan = choice.profile, choice.fit, choice.plan
+        self._profile, plan = choice.profile, choice.plan
         gain = 1.0 - plan.predicted_seconds / choice.present
         words = f"predicted {milliseconds(plan.predicted_seconds)} a step instead of {milliseconds(choice.present)}"
         if gain < HYSTERESIS or (is_dense(plan) and self.method.direct):

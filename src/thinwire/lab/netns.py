@@ -71,15 +71,16 @@ class Shape:
 
     The large bucket (`burst`, 2 ms at the rate) makes up for timers that fire late: 20 MB pass at 0.96 of 1 Gbit/s with
     it, at 0.90 with 32 KB. Alone it would let 256 KB through at six times the rate, so where a node sends, a second, small
-    bucket (`bucket`, 0.18 ms at the rate) spreads it out. It fills at `peak`, as much faster than the rate as a timer that
-    fires `LATE` for every bucket needs to keep up. Packets larger than the small bucket would be cut up by the qdisc:
-    `gso` tells the sender to build them as large as it holds, and not larger. A smaller one means more timers than a busy
-    processor keeps up with: with 0.12 ms, 1 Gbit/s both ways at once came to 0.66 to 0.85 of the rate instead of 0.96. It
-    holds at least six frames, and a little because the kernel rounds: with two, 100 Mbit/s both ways came to 0.86 to 0.90
-    instead of 0.95, and each packet costs a processor that trains some 0.05 ms; with eight, 64 KB pass at 1.14 of the rate,
-    because the first packet does not wait. But never more than `burst`, and that has a floor of two frames: one is what the
-    kernel needs to send anything at all, the second lets the bucket refill meanwhile. So only below 12 Mbit/s does the burst
-    exceed 2 ms.
+    bucket (`bucket`, 0.18 ms at the rate) spreads it out. It fills at `peak`, faster than the rate by what is lost when
+    the timer of each packet fires late. A smaller one means more timers than a busy processor keeps up with: with 0.12 ms,
+    1 Gbit/s both ways at once came to 0.66 to 0.85 of the rate instead of 0.96. It holds at least six frames, and a little
+    because the kernel rounds: with two, 100 Mbit/s both ways came to 0.86 to 0.90 instead of 0.95, and packets cost the
+    processors that train; with eight, 64 KB pass at 1.14 of the rate, because the first packet does not wait. But it never
+    holds more than `burst`, and that has a floor of two frames: one is what the kernel needs to send anything at all, the
+    second lets the bucket refill meanwhile. So only below 12 Mbit/s does the burst exceed 2 ms.
+
+    Packets larger than the small bucket would be cut up by the qdisc: `gso` tells the sender to build them as large as it
+    holds, and not larger.
 
     The port of the switch has the large bucket only: what one node sends arrives spread out already, and what several
     send to one node at once is held to the rate.
@@ -102,7 +103,8 @@ class Shape:
         return cls(
             rate=rate,
             burst=burst,
-            peak=None if port else int(rate * (1 + LATE * a_second / bucket)),
+            # The kernel refuses one that is not above the rate, and counts in bytes.
+            peak=None if port else int(rate * (1 + max(LATE * a_second / bucket, 0.01))),
             bucket=bucket,
             # What a switch port queues: 50 ms, but never less than a few windows of a slow start.
             limit=max(int(a_second * 0.05), 64 * FRAME),

@@ -28,7 +28,6 @@ class Choice:
 
     plain    the fastest of those with one codec for everything, in DDP's own buckets; None if that is the plan, or dense
     present  what the way in use is predicted to take
-    fit      how many times the seconds of the profile a byte takes beside a computation, see `fit`
     """
 
     profile: Profile
@@ -36,7 +35,6 @@ class Choice:
     considered: tuple[str, ...]
     plain: Plan | None = None
     present: float = 0.0
-    fit: float = 1.0
 
     def at(self, factor: float) -> Choice:
         """The same, where a step takes `factor` times what was predicted."""
@@ -69,25 +67,25 @@ def best(profile: Profile, quality: Quality, borders: Sequence[int] = ()) -> Cho
     return Choice(profile, plan, tuple(words), plain)
 
 
-def fit(profile: Profile, seconds: float, borders: Sequence[int] = ()) -> float:
-    """How many times their seconds for a byte links must need, for DDP alone to take as long as it was measured to.
+def fit(profile: Profile, seconds: float, borders: Sequence[int] = ()) -> Profile:
+    """The same with a `fit` by which DDP alone takes as long as it was measured to.
 
-    They were measured on cores that computed nothing. Beside a computation a byte takes longer, and takes more from it.
+    Links were measured on cores that computed nothing. Beside a computation a byte takes longer, and takes more from it.
     """
     groups = as_ddp(profile, borders=borders)
     low, high = 1.0 / FURTHEST, FURTHEST
     while high / low > 1.01:
         middle = math.sqrt(low * high)
-        if predict(fitted(profile, middle), groups).seconds < seconds:
+        if predict(fitted(msgspec.structs.replace(profile, fit=middle)), groups).seconds < seconds:
             low = middle
         else:
             high = middle
-    return math.sqrt(low * high)
+    return msgspec.structs.replace(profile, fit=math.sqrt(low * high))
 
 
-def fitted(profile: Profile, times: float) -> Profile:
-    """The profile of a job in which a byte takes so many times the seconds, of the link and of the processor alike."""
-    return msgspec.structs.replace(scaled(profile, times), contention=profile.contention)
+def fitted(profile: Profile) -> Profile:
+    """The costs as they are beside a computation: a byte takes `fit` times the seconds, of link and processor alike."""
+    return msgspec.structs.replace(scaled(profile, profile.fit), contention=profile.contention, fit=1.0)
 
 
 def alone(profile: Profile, borders: Sequence[int] = ()) -> float:
@@ -97,9 +95,9 @@ def alone(profile: Profile, borders: Sequence[int] = ()) -> float:
 
 def best_beside(profile: Profile, quality: Quality, borders: Sequence[int], seconds: float) -> Choice:
     """The best plan of a job whose steps take `seconds` with DDP alone."""
-    times = fit(profile, seconds, borders)
-    found = best(fitted(profile, times), quality, borders)
-    return replace(found.at(seconds / found.plan.dense_seconds), profile=profile, fit=times)
+    profile = fit(profile, seconds, borders)
+    found = best(fitted(profile), quality, borders)
+    return replace(found.at(seconds / found.plan.dense_seconds), profile=profile)
 
 
 def left_to_ddp(profile: Profile, quality: Quality, seconds: float, borders: Sequence[int] = ()) -> Plan:
@@ -143,10 +141,9 @@ class Search:
         links: float,
         seconds: float,
         borders: Sequence[int] = (),
-        fit: float = 1.0,
     ) -> None:
         self._answer: Choice | PlanError | None = None
-        work = functools.partial(again, profile, present, quality, links, seconds, borders, fit)
+        work = functools.partial(again, profile, present, quality, links, seconds, borders)
         threading.Thread(target=self._work, args=(work,), name="thinwire-planner", daemon=True).start()
 
     @property
@@ -173,13 +170,13 @@ def again(
     quality: Quality,
     links: float,
     seconds: float,
-    borders: Sequence[int],
-    fit: float = 1.0,
+    borders: Sequence[int] = (),
 ) -> Choice:
     # What a byte costs a computation does not depend on the link.
-    profile, fit = scaled(profile, links), max(1.0 + (fit - 1.0) / links, 1.0 / FURTHEST)
-    now = fitted(profile, fit)
+    times = max(1.0 + (profile.fit - 1.0) / links, 1.0 / FURTHEST)
+    profile = msgspec.structs.replace(scaled(profile, links), fit=times)
+    now = fitted(profile)
     found = best(now, quality, borders)
     # Where the model is off, it is off for both.
     off = seconds / predict(now, present.groups if present is not None else as_ddp(now, borders=borders)).seconds
-    return replace(found.at(off), profile=profile, present=seconds, fit=fit)
+    return replace(found.at(off), profile=profile, present=seconds)

@@ -160,6 +160,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     group_overhead  seconds of processor time that the engine spends on a group beside the codec's work
     native_seconds  a step of plain DDP, without a hook; 0: not measured
+    fit             how many times the seconds of `links`, which were measured alone, a byte takes beside a computation
     """
 
     version: int
@@ -175,6 +176,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     contention: Contention = Contention()
     group_overhead: float = 0.0
     native_seconds: float = 0.0
+    fit: float = 1.0
     remarks: tuple[str, ...] = ()
 
     @staticmethod
@@ -211,6 +213,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.tensors:
             refuse("it has no tensors")
         _check_numbers(self, where)
+        if self.fit == 0:
+            refuse("fit is 0: a byte takes some time")
         if self.cluster.nodes < 1 or self.cluster.ranks_per_node < 1:
             refuse(f"a cluster of {self.cluster.nodes} nodes with {self.cluster.ranks_per_node} ranks each")
         before, seen = 0.0, set()
