@@ -64,7 +64,7 @@ LEAST_GAIN = 0.04
 small models a dense exchange through Python takes some percent more. Where threads wait for cores it costs as much more."""
 
 HYSTERESIS = 0.05
-"""Of a step: what another plan must promise, once one is running or was tried."""
+"""Of a step: what another plan must promise, once one is running or dense steps are faster; and how far predictions are off."""
 
 APART = 1.5
 """What was measured is so many times what was predicted, or the other way round: links may have changed meanwhile."""
@@ -291,10 +291,10 @@ class AutoWire(DDPWire):
         return True
 
     def _tries_plain(self, plan: Plan, measured: float, words: str) -> bool:
-        """Whether a plan took longer than the plain one, which asks less of the machine, should: then that is tried too."""
+        """Whether the plain plan may be as fast by what is predicted: it asks less of the machine, so it is tried too."""
         plain, before, faster = self._plain, self._before, measured < self._baseline
-        least = (1.0 - HYSTERESIS) * min(measured, self._baseline)
-        if plain is None or plain.predicted_seconds > least:
+        most = (1.0 + HYSTERESIS) * measured if faster else (1.0 - HYSTERESIS) * self._baseline
+        if plain is None or plain.predicted_seconds > most:
             return False
         if faster:
             self._baseline = measured
