@@ -191,13 +191,14 @@ Large sums would only cost memory.
 """
 
 DUPLEX_BYTES = 128 << 10
-"""From here on two ranks have a group for each direction, see `_both_ways`: a second operation costs a core 0.3 ms."""
+"""From here on two ranks use a group for each direction, see `_both_ways`. A second operation is not worth it for less."""
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "average": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
 class TorchWorld:
-    """The ranks of a process group, over process groups of its own: one for each round of the protocol and each scope.
+    """The ranks of a process group, over process groups of its own: one for each round of the protocol and each scope, two if
+    there are two ranks.
 
     DDP, SyncBatchNorm and the user speak on theirs while we are busy, and round 2 of one group and round 1 of the next
     would otherwise be issued in an order that depends on time. Making them is a collective.
@@ -226,7 +227,7 @@ class TorchWorld:
         self.groups: list[dist.ProcessGroup] = []
         self._spare: list[Tensor] = []
         self._placed: dict[tuple[int, Scope], list[dist.ProcessGroup]] = {}
-        """One group, or of two ranks one for each direction: see `_swap`."""
+        """One group; of two ranks, one for each direction: see `_both_ways`."""
         self.prepare([(round_, "flat") for round_ in range(rounds)])
 
     def prepare(self, places: Collection[tuple[int, Scope]]) -> None:
