@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.engine.deserted import Ranks
 
 WAYS = [
@@ -27,6 +29,15 @@ def test_one_interrupt_is_enough(tmp_path: Path) -> None:
         assert f"{way}: closed by: interrupted" in text, text
         assert f"{way}: then: " in text, text
     assert text.count("pressed") == len(WAYS)
+    assert code in (128 + signal.SIGINT, -signal.SIGINT), text
+
+
+@pytest.mark.parametrize("way", ["attach:micro(density=0.05)", "attach:dense", "updates:randomblock(ratio=8)"])
+def test_groups_that_can_close_do_not_abort_the_end(way: str, tmp_path: Path) -> None:
+    """Several groups, of which one waits for a peer for ever while the others close as the interpreter ends."""
+    with Ranks(2, tmp_path, "interrupt", way) as ranks:
+        text, code = ranks.end_of(0)
+    assert "KeyboardInterrupt" in text
     assert code in (128 + signal.SIGINT, -signal.SIGINT), text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import thinwire
 from tests.ranks import run
-from thinwire.schemes.world import Collective, LocalWorld, Operation, TorchWorld
+from thinwire.schemes.world import DUPLEX_BYTES, Collective, LocalWorld, Operation, TorchWorld
 
 
 def _parts(operation: Operation, tensors: list[torch.Tensor]) -> list[Collective]:
@@ -104,6 +105,46 @@ def test_collectives_on_gloo(size: int) -> None:
             assert results[f"average {dtype}"] == [total / size, -2 * (total - size) / size]
             assert results[f"max {dtype}"] == [size, 0.0]
         assert results["gather"] == [0, 7, 1, 7, 2, 7][: 2 * size]
+
+
+OPERATIONS: tuple[Operation, ...] = ("gather", "all to all", "sum", "average")
+SIZES = [0, 1, 999, DUPLEX_BYTES // 4 - 1, DUPLEX_BYTES // 4, DUPLEX_BYTES]
+
+
+def _part(operation: Operation, elements: int, rank: int, world: int) -> Collective:
+    """Whole numbers, so that sums are the same in any order."""
+    dice = torch.Generator().manual_seed(1000 * elements + rank)
+    many = elements * world if operation == "all to all" else elements
+    tensor = torch.randint(-99, 100, (many,), generator=dice).float()
+    return Collective(operation, tensor, torch.zeros(elements * world) if operation in OPERATIONS[:2] else None)
+
+
+def _hurried() -> list[bool]:
+    """Messages of all sizes, several under way at once, and one rank comes late each time."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world, same = TorchWorld(None, 1), []
+    for number, operation in enumerate(OPERATIONS):
+        parts = [_part(operation, elements, rank, size) for elements in SIZES]
+        dist.barrier()
+        time.sleep(0.02 * (rank == number % size))
+        for pending in [world.issue(0, [part], lambda: None) for part in parts]:
+            while not pending.done():
+                time.sleep(0.001)
+            pending.check()
+        for elements, part in zip(SIZES, parts, strict=True):
+            expected = [_part(operation, elements, other, size) for other in range(size)]
+            LocalWorld(size).issue(0, expected, lambda: None)
+            outputs = [one.tensor if one.output is None else one.output for one in (part, expected[rank])]
+            same.append(torch.equal(*outputs))
+    dist.barrier()
+    world.close()
+    return same
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_of_all_sizes_are_as_in_memory(size: int) -> None:
+    for same in run(size, _hurried):
+        assert same == [True] * len(OPERATIONS) * len(SIZES)
 
 
 def _beside(operation: Operation) -> list[list[float]]:

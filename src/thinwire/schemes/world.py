@@ -7,9 +7,7 @@ process, in lock-step, with collectives done in memory. Both are driven by the s
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ChainError
+from .farewell import give_up
 from .threads import patient_threads
 
 Operation = Literal["gather", "sum", "average", "max", "all to all", "reduce", "collect", "broadcast", "idle"]
@@ -159,7 +158,7 @@ class _SwapPending(_TorchPending):
 
     def __init__(
         self,
-        work: dist.Work,
+        works: Sequence[dist.Work],
         wake: Callable[[], None],
         part: Collective,
         theirs: Tensor,
@@ -168,7 +167,7 @@ class _SwapPending(_TorchPending):
     ) -> None:
         self._part, self._theirs, self._rank, self._give_back = part, theirs, rank, give_back
         self._added = False
-        super().__init__([work], wake)
+        super().__init__(works, wake)
 
     def check(self) -> None:
         super().check()
@@ -185,19 +184,21 @@ class _SwapPending(_TorchPending):
         self._give_back()
 
 
-FAREWELL_SECONDS = 0.5
-
 PAIR_BYTES = 4 << 20
 """Up to here two ranks add by a swap: as many bytes as gloo's all-reduce, in one message instead of four.
 
 Large sums would only cost memory.
 """
 
+DUPLEX_BYTES = 128 << 10
+"""From here on two ranks use a group for each direction, see `_both_ways`. A second operation is not worth it for less."""
+
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "average": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
 class TorchWorld:
-    """The ranks of a process group, over process groups of its own: one for each round of the protocol and each scope.
+    """The ranks of a process group, over process groups of its own: one for each round of the protocol and each scope, two if
+    there are two ranks.
 
     DDP, SyncBatchNorm and the user speak on theirs while we are busy, and round 2 of one group and round 1 of the next
     would otherwise be issued in an order that depends on time. Making them is a collective.
@@ -225,7 +226,8 @@ class TorchWorld:
         self.parent = parent
         self.groups: list[dist.ProcessGroup] = []
         self._spare: list[Tensor] = []
-        self._placed: dict[tuple[int, Scope], dist.ProcessGroup] = {}
+        self._placed: dict[tuple[int, Scope], list[dist.ProcessGroup]] = {}
+        """One group; of two ranks, one for each direction: see `_both_ways`."""
         self.prepare([(round_, "flat") for round_ in range(rounds)])
 
     def prepare(self, places: Collection[tuple[int, Scope]]) -> None:
@@ -233,31 +235,41 @@ class TorchWorld:
         everybody = len(self._ranks) == dist.get_world_size()
         mine = Place(self.rank, self.size, self.ranks_per_node)
         if fresh and not everybody:
-            kinds = {tuple(self._ranks[rank] for rank in mine.ranks(scope)) for _, scope in fresh}
-            _take_fresh_names(self.parent, [tuple(self._ranks), *sorted(kinds)], len(fresh))
+            kinds = [tuple(self._ranks[rank] for rank in mine.ranks(scope)) for _, scope in fresh]
+            count = sum(_directions(kind) for kind in kinds)
+            _take_fresh_names(self.parent, [tuple(self._ranks), *sorted(set(kinds))], count)
         for round_, scope in fresh:
             # Without local synchronisation every rank makes the groups of all nodes, in the same order.
             others = range(self.size) if everybody else [self.rank]
-            kinds = {tuple(Place(rank, self.size, self.ranks_per_node).ranks(scope)) for rank in others}
-            for kind in sorted(kinds):
-                with patient_threads():
-                    group = dist.new_group(
-                        [self._ranks[rank] for rank in kind],
-                        timeout=self._timeout,
-                        backend=self._backend,
-                        use_local_synchronization=not everybody,
-                        group_desc=f"thinwire round {round_ + 1} {scope}",
-                    )
+            wanted = {tuple(Place(rank, self.size, self.ranks_per_node).ranks(scope)) for rank in others}
+            for kind in sorted(wanted):
+                made = [
+                    self._new_group(kind, everybody, f"round {round_ + 1} {scope}") for _ in range(_directions(kind))
+                ]
                 if self.rank in kind:
-                    self._placed[round_, scope] = group
-                    self.groups.append(group)
+                    self._placed[round_, scope] = made
+                    self.groups += made
+
+    def _new_group(self, kind: Sequence[int], everybody: bool, description: str) -> dist.ProcessGroup:
+        with patient_threads():
+            group: dist.ProcessGroup = dist.new_group(
+                [self._ranks[rank] for rank in kind],
+                timeout=self._timeout,
+                backend=self._backend,
+                use_local_synchronization=not everybody,
+                group_desc=f"thinwire {description}",
+            )
+        return group
 
     def issue(self, round_: int, parts: Sequence[Collective], wake: Callable[[], None]) -> Pending:
         (part,) = parts
         if part.operation == "idle":
             wake()
             return _Done()
-        group, tensor = self._placed[round_, part.scope], part.tensor
+        groups, tensor = self._placed[round_, part.scope], part.tensor
+        if len(groups) == 2 and self._by_swap(part):
+            return self._swap(part, groups, wake)
+        group = groups[0]
         if part.operation == "gather":
             work = dist.all_gather_single(part.output, tensor, group=group, async_op=True)
         elif part.operation == "all to all":
@@ -269,30 +281,35 @@ class TorchWorld:
         elif part.operation == "collect":
             pieces = None if part.output is None else list(part.output.view(-1, tensor.numel()))
             work = dist.gather(tensor, pieces, group=group, group_dst=0, async_op=True)
-        elif self._by_swap(part, group):
-            return self._swap(part, group, wake)
         else:
             operation = _REDUCTIONS[part.operation]
             works = [dist.all_reduce(tensor, op=operation, group=group, async_op=True) for tensor in part.tensors]
             return _TorchPending(works, wake)
         return _TorchPending([work], wake)
 
-    def _by_swap(self, part: Collective, group: dist.ProcessGroup) -> bool:
-        on_cpu = part.tensor.device.type == "cpu"
-        return group.size() == 2 and on_cpu and part.operation != "max" and part.bytes <= PAIR_BYTES
+    def _by_swap(self, part: Collective) -> bool:
+        if part.tensor.device.type != "cpu":
+            return False
+        adds = part.operation in ("sum", "average") and part.bytes <= PAIR_BYTES
+        return adds or part.operation in ("gather", "all to all")
 
-    def _swap(self, part: Collective, group: dist.ProcessGroup, wake: Callable[[], None]) -> Pending:
-        pieces = [tensor.view(-1).view(torch.uint8) for tensor in part.tensors]
+    def _swap(self, part: Collective, groups: Sequence[dist.ProcessGroup], wake: Callable[[], None]) -> Pending:
+        """What two ranks do together: each sends the other what it has, in one message."""
+        rank = groups[0].rank()
+        if part.output is not None:
+            ours, out = _bytes(part.tensor), _bytes(part.output).view(2, -1)
+            mine = ours if part.operation == "gather" else ours.view(2, -1)[1 - rank]
+            out[rank].copy_(ours if part.operation == "gather" else ours.view(2, -1)[rank])
+            return _TorchPending(_both_ways(groups, rank, mine, out[1 - rank]), wake)
+        pieces = [_bytes(tensor) for tensor in part.tensors]
         buffers, mine = [self._buffer(part.bytes)], pieces[0]
         if part.beside is not None:
             buffers.append(self._buffer(part.bytes))
             mine = buffers[1][: part.bytes]
             torch.cat(pieces, out=mine)
         theirs = buffers[0][: part.bytes]
-        rank = group.rank()
-        sizes = [0, part.bytes] if rank == 0 else [part.bytes, 0]  # nothing to itself, all to the other
-        work = dist.all_to_all_single(theirs, mine, sizes, sizes, group=group, async_op=True)
-        return _SwapPending(work, wake, part, theirs, rank, lambda: self._spare.extend(buffers))
+        works = _both_ways(groups, rank, mine, theirs)
+        return _SwapPending(works, wake, part, theirs, rank, lambda: self._spare.extend(buffers))
 
     def _buffer(self, size: int) -> Tensor:
         """Room for a sum of two ranks, of an earlier one where there is enough."""
@@ -303,23 +320,33 @@ class TorchWorld:
         return torch.empty(size + size // 4, dtype=torch.uint8)
 
     def close(self) -> None:
-        # Destroyed, so that connections close and the peers fail at once instead of at their timeout. With the last
-        # reference to it a gloo group joins its threads, which may wait for a peer until the timeout, abort or not: that
-        # must not hold up whoever was interrupted.
+        # Destroyed, so that connections close and the peers fail at once instead of at their timeout.
         groups, self.groups = self.groups, []
         self._placed.clear()
-        for group in groups:
-            group.abort()
-        for group in groups:
-            with contextlib.suppress(
-                ValueError, RuntimeError, AssertionError
-            ):  # the user destroyed all groups already
-                dist.destroy_process_group(group)
-        if groups:
-            del group
-            farewell = threading.Thread(target=groups.clear, name="thinwire-farewell", daemon=True)
-            farewell.start()
-            farewell.join(FAREWELL_SECONDS)
+        give_up(groups)
+
+
+def _directions(ranks: Sequence[int]) -> int:
+    """How many groups these ranks need."""
+    return 2 if len(ranks) == 2 else 1
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _both_ways(groups: Sequence[dist.ProcessGroup], rank: int, mine: Tensor, theirs: Tensor) -> list[dist.Work]:
+    """Begin to send `mine` to the other rank of two, and to receive `theirs` from it.
+
+    gloo sends nothing before the receiver has said that it is ready, and its collectives say so behind what they send
+    themselves. The rank that comes first would wait until the message of the other is through, or half of it, as if a
+    link had one direction only. So large messages have a group for each direction, and receiving begins first.
+    """
+    if mine.numel() >= DUPLEX_BYTES:
+        receiving = dist.broadcast(theirs, group=groups[1 - rank], group_src=1 - rank, async_op=True)
+        return [receiving, dist.broadcast(mine, group=groups[rank], group_src=rank, async_op=True)]
+    sizes = [0, mine.numel()] if rank == 0 else [mine.numel(), 0]  # nothing to itself, all to the other
+    return [dist.all_to_all_single(theirs, mine, sizes, sizes, group=groups[0], async_op=True)]
 
 
 _taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
