@@ -14,7 +14,8 @@ import thinwire
 from tests.hostile import attacks
 from thinwire.codecs import CODECS
 from thinwire.errors import ExchangeError, ThinwireError
-from thinwire.schemes.world import Collective, LocalWorld, Pending
+from thinwire.schemes.collective import Collective, Pending
+from thinwire.schemes.world import LocalWorld
 
 SHAPES = {"kernel": (6, 5, 3, 3), "matrix": (40, 30), "between": (3,), "vector": (700,)}
 MEANT = ("gather", "all to all", "collect", "broadcast")

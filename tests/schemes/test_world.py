@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 
 import pytest
@@ -12,7 +13,9 @@ import torch.distributed as dist
 
 import thinwire
 from tests.ranks import run
-from thinwire.schemes.world import DUPLEX_BYTES, Collective, LocalWorld, Operation, TorchWorld
+from thinwire.schemes.collective import Collective, Operation
+from thinwire.schemes.pair import DUPLEX_BYTES
+from thinwire.schemes.world import LocalWorld, TorchWorld
 
 
 def _parts(operation: Operation, tensors: list[torch.Tensor]) -> list[Collective]:
@@ -127,9 +130,11 @@ def _hurried() -> list[bool]:
         parts = [_part(operation, elements, rank, size) for elements in SIZES]
         dist.barrier()
         time.sleep(0.02 * (rank == number % size))
-        for pending in [world.issue(0, [part], lambda: None) for part in parts]:
-            while not pending.done():
-                time.sleep(0.001)
+        ends = [threading.Event() for _ in parts]
+        under_way = [world.issue(0, [part], end.set) for part, end in zip(parts, ends, strict=True)]
+        for pending, end in zip(under_way, ends, strict=True):
+            end.wait()
+            assert pending.done(), "woken when all of it has ended"
             pending.check()
         for elements, part in zip(SIZES, parts, strict=True):
             expected = [_part(operation, elements, other, size) for other in range(size)]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..errors import AttachError, ExchangeError, StateError, WireClosed
 from ..log import logger
-from ..schemes.world import Collective, TorchWorld, World
+from ..schemes.collective import Collective
+from ..schemes.world import TorchWorld, World
 from ..version import __version__
 from . import files, restore, state
 from .agree import agree

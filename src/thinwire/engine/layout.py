@@ -20,8 +20,8 @@ from ..codecs import Codec, GroupInfo, ParameterInfo, parse
 from ..codecs.registry import to_text
 from ..schemes import tree
 from ..schemes.chain import places
+from ..schemes.collective import Place, Scope
 from ..schemes.tree import Leaf
-from ..schemes.world import Place, Scope
 
 Role = Literal["coded", "ride", "elsewhere"]
 Exclude = str | Sequence[str] | Callable[[str], bool]

@@ -18,8 +18,8 @@ from ..feedback import ResidualStore
 from ..kernels.finite import all_finite
 from ..log import logger
 from ..schemes.chain import Chain
+from ..schemes.collective import Collective, Place, Scope
 from ..schemes.conversation import Conversation, make_room
-from ..schemes.world import Collective, Place, Scope
 from .capacity import Capacity
 from .layout import Group, Layout
 

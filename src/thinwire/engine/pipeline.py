@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ..errors import ExchangeError
-from ..schemes.world import Collective, Pending, World
+from ..schemes.collective import Collective, Pending
+from ..schemes.world import World
 from .member import Member
 
 Steps = Generator[Collective, None, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..schemes.world import Scope
+from ..schemes.collective import Scope
 from .layout import Layout
 from .member import Member
 from .pipeline import Timing

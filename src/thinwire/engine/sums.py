@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ExchangeError, WireClosed
-from ..schemes.world import Collective, LocalWorld, Pending
+from ..schemes.collective import Collective, Pending
+from ..schemes.world import LocalWorld
 from .exchange import Exchange
 from .pipeline import Timing
 from .recorder import Done

@@ -17,7 +17,8 @@ from ..kernels.finite import all_finite
 from ..log import logger
 from ..planner.plan import Plan
 from ..schemes import tree
-from ..schemes.world import Place, TorchWorld, World
+from ..schemes.collective import Place
+from ..schemes.world import TorchWorld, World
 from . import interrupt, words
 from .agree import agree
 from .checkpoint import Checkpoint

@@ -15,7 +15,7 @@ from ..codecs import Cast, Codec, Dense, RandomBlock, TopK
 from ..codecs.randomblock import draw
 from ..engine.layout import SMALL_GROUP, Exclude, Group, TensorInfo, build
 from ..errors import AttachError, ExchangeError
-from ..schemes.world import Collective
+from ..schemes.collective import Collective
 
 NAN = float("nan")
 NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

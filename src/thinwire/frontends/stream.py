@@ -32,7 +32,8 @@ from ..engine.layout import Exclude, TensorInfo
 from ..engine.method import Method
 from ..errors import AttachError, ExchangeError, StateError, WireClosed
 from ..log import logger
-from ..schemes.world import Collective, TorchWorld
+from ..schemes.collective import Collective
+from ..schemes.world import TorchWorld
 from ..version import __version__
 from . import stream_state
 from .ddp import _unwrap, check_join, parameters_of, steps_until_final

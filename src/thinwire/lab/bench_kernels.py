@@ -22,7 +22,8 @@ from torch import Tensor
 from ..codecs import Codec, parse
 from ..engine.layout import build, describe
 from ..engine.member import Member
-from ..schemes.world import Collective, LocalWorld
+from ..schemes.collective import Collective
+from ..schemes.world import LocalWorld
 from . import bench_updates
 from .methods import updates_of
 

@@ -21,8 +21,9 @@ from ..planner import profile
 from ..planner.profile import CodecCost, Line, Link, Round
 from ..schemes import tree
 from ..schemes.chain import Chain, choose, places
+from ..schemes.collective import Collective, Place, Scope
 from ..schemes.conversation import Conversation, MakeRoom, make_room
-from ..schemes.world import Collective, Place, Scope, TorchWorld
+from ..schemes.world import TorchWorld
 from .fit import fit
 from .links import NAMES, agreed
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..planner import profile
 from ..planner.profile import Link
-from ..schemes.world import Collective, Operation, Place, Scope, TorchWorld
+from ..schemes.collective import Collective, Operation, Place, Scope
+from ..schemes.world import TorchWorld
 from .ballast import Ballast, Disturbance
 from .fit import fit
 

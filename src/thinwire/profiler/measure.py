@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from ..planner import profile
 from ..planner.profile import VERSION, Cluster, Contention, Profile, fingerprint
+from ..schemes.collective import Place, Scope
 from ..schemes.conversation import MakeRoom
-from ..schemes.world import Place, Scope, TorchWorld
+from ..schemes.world import TorchWorld
 from . import costs, links
 from .ballast import Ballast
 from .watch import Compute

@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from .collective import Collective
 from .flow import Flow, Stage, Steps, idle
-from .world import Collective
 
 
 def on_tensor(flow: Flow, stage: Stage) -> Steps:

@@ -29,11 +29,11 @@ from ..codecs import Codec, CodecState, GatheredCodec, GroupInfo, Int8, parse
 from ..errors import ChainError, ExchangeError
 from ..messages import HEADER_BYTES
 from . import allgather, allreduce, alltoall, broadcast, gather, offload, reduce, reducescatter, tree
+from .collective import Collective, Place, Scope
 from .conversation import Conversation, MakeRoom, Room, make_room
 from .flow import NAN, Flow, Stage, idle
 from .shape import Range, Shape
 from .tree import Leaf
-from .world import Collective, Place, Scope
 
 STEPS = {
     ("AR", False): allreduce.on_tensor,

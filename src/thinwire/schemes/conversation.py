@@ -14,7 +14,7 @@ from ..codecs import Codec, CodecState, Gather, GroupInfo, Sum
 from ..errors import ExchangeError
 from ..kernels.finite import all_finite
 from ..messages import HEADER_BYTES, Flag
-from .world import Collective, Scope
+from .collective import Collective, Scope
 
 NAN = float("nan")
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..messages import HEADER_BYTES, Flag
+from .collective import Collective, Place, Scope
 from .shape import Range, Shape
 from .tree import Op
-from .world import Collective, Place, Scope
 
 Steps: TypeAlias = Generator[Collective, None, None]
 

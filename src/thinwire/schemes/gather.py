@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .collective import Collective
 from .flow import Flow, Stage, Steps, idle
-from .world import Collective
 
 
 def on_messages(flow: Flow, stage: Stage) -> Steps:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .collective import Collective
 from .flow import Flow, Stage, Steps, idle
-from .world import Collective
 
 
 def on_tensor(flow: Flow, stage: Stage) -> Steps:

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..codecs import GroupInfo, ParameterInfo
+from .collective import Place
 from .tree import Op
-from .world import Place
 
 
 @dataclass(frozen=True, slots=True)

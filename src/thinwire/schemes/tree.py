@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import ChainTextError
-from .world import Scope
+from .collective import Scope
 
 SCOPES: dict[str, Scope] = {"f": "flat", "i": "intra", "e": "inter"}
 LETTERS: dict[Scope, str] = {scope: letter for letter, scope in SCOPES.items()}

@@ -10,110 +10,16 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ..errors import ChainError
+from .collective import Collective, Pending, Place, Scope, Works
 from .farewell import give_up
+from .pair import Pair
 from .threads import patient_threads
-
-Operation = Literal["gather", "sum", "average", "max", "all to all", "reduce", "collect", "broadcast", "idle"]
-Scope = Literal["flat", "intra", "inter"]
-
-_NAMES: dict[Operation, str] = {
-    "gather": "all-gather",
-    "all to all": "all-to-all",
-    "reduce": "reduce",
-    "collect": "gather",
-    "broadcast": "broadcast",
-    "idle": "wait",
-}
-
-
-@dataclass(slots=True)
-class Collective:
-    """One rank's part in a collective over p ranks: all of them, those of its node, or those of its place on all nodes.
-
-    gather      `tensor` [size] of every rank comes to `output` [p * size] of every rank, in rank order
-    sum, average, max  over all ranks, in place in `tensor`
-    all to all  piece j of `tensor` [p * size] comes to rank j, as piece i of its `output` if this is rank i
-    reduce      the sum of `tensor` comes to the first rank, in place; on the others `tensor` is spoilt
-    collect     `tensor` [size] of every rank comes to `output` [p * size] of the first, which the others leave empty
-    broadcast   `tensor` of the first rank comes to that of all others
-    idle        this rank has no part in it; where only the first rank of each node speaks
-    """
-
-    operation: Operation
-    tensor: Tensor
-    output: Tensor | None = None
-    scope: Scope = "flat"
-    beside: Tensor | None = None
-    """Of a sum or average: a second tensor, of another dtype, of which the same is asked."""
-
-    @property
-    def name(self) -> str:
-        name = _NAMES.get(self.operation) or f"all-reduce ({self.operation})"
-        return name if self.scope == "flat" else f"{name} ({self.scope})"
-
-    @property
-    def bytes(self) -> int:
-        """What this rank hands over."""
-        return 0 if self.operation == "idle" else sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.tensor,) if self.beside is None else (self.beside, self.tensor)
-
-    def traffic(self, ranks: int) -> float:
-        """Bytes on the link of the busiest of `ranks` ranks in one direction, as the cost formulas have it."""
-        if self.operation == "gather" or self.operation == "collect":
-            return float((ranks - 1) * self.bytes)
-        if self.operation == "all to all":
-            return (ranks - 1) * self.bytes / ranks
-        if self.operation in ("reduce", "broadcast"):
-            return float(self.bytes) if ranks > 1 else 0.0
-        return 2 * (ranks - 1) * self.bytes / ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank is: ranks are numbered node by node. `ranks_per_node` is None where nodes are not known."""
-
-    rank: int
-    size: int
-    ranks_per_node: int | None = None
-
-    def ranks(self, scope: Scope) -> list[int]:
-        """Those that this rank speaks with in a scope, itself among them."""
-        if scope == "flat":
-            return list(range(self.size))
-        if self.ranks_per_node is None:
-            raise ChainError("the nodes of these ranks are not known")
-        node, local = divmod(self.rank, self.ranks_per_node)
-        if scope == "intra":
-            return list(range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node))
-        return list(range(local, self.size, self.ranks_per_node))
-
-    def count(self, scope: Scope) -> int:
-        return len(self.ranks(scope))
-
-    def index(self, scope: Scope) -> int:
-        return self.ranks(scope).index(self.rank)
-
-
-class Pending(Protocol):
-    """A collective on its way."""
-
-    def done(self) -> bool: ...
-
-    def check(self) -> None:
-        """Raise what went wrong, if anything did. Only after `done()`."""
-        ...
 
 
 class World(Protocol):
@@ -137,61 +43,6 @@ class World(Protocol):
         """Give up: whatever is on its way fails, and nothing blocks the end of the process."""
         ...
 
-
-class _TorchPending:
-    def __init__(self, works: Sequence[dist.Work], wake: Callable[[], None]) -> None:
-        self._works = works
-        self._futures = [work.get_future() for work in works]
-        for future in self._futures:
-            future.add_done_callback(lambda _: wake())
-
-    def done(self) -> bool:
-        return all(future.done() for future in self._futures)
-
-    def check(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-class _SwapPending(_TorchPending):
-    """A sum of two ranks, each of which sends the other what it has; the addition comes with `check`, in rank order."""
-
-    def __init__(
-        self,
-        works: Sequence[dist.Work],
-        wake: Callable[[], None],
-        part: Collective,
-        theirs: Tensor,
-        rank: int,
-        give_back: Callable[[], None],
-    ) -> None:
-        self._part, self._theirs, self._rank, self._give_back = part, theirs, rank, give_back
-        self._added = False
-        super().__init__(works, wake)
-
-    def check(self) -> None:
-        super().check()
-        if self._added:
-            return
-        self._added, at = True, 0
-        for tensor in self._part.tensors:
-            target = tensor.view(-1)
-            pair = [target, self._theirs[at : at + tensor.nbytes].view(target.dtype)]
-            torch.add(pair[self._rank], pair[1 - self._rank], out=target)  # the order matters for what a NaN carries
-            if self._part.operation == "average":
-                target.div_(2)
-            at += tensor.nbytes
-        self._give_back()
-
-
-PAIR_BYTES = 4 << 20
-"""Up to here two ranks add by a swap: as many bytes as gloo's all-reduce, in one message instead of four.
-
-Large sums would only cost memory.
-"""
-
-DUPLEX_BYTES = 128 << 10
-"""From here on two ranks use a group for each direction, see `_both_ways`. A second operation is not worth it for less."""
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "average": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
@@ -225,9 +76,8 @@ class TorchWorld:
         self.why = why
         self.parent = parent
         self.groups: list[dist.ProcessGroup] = []
-        self._spare: list[Tensor] = []
-        self._placed: dict[tuple[int, Scope], list[dist.ProcessGroup]] = {}
-        """One group; of two ranks, one for each direction: see `_both_ways`."""
+        self._placed: dict[tuple[int, Scope], dist.ProcessGroup] = {}
+        self._pairs: dict[tuple[int, Scope], Pair] = {}
         self.prepare([(round_, "flat") for round_ in range(rounds)])
 
     def prepare(self, places: Collection[tuple[int, Scope]]) -> None:
@@ -247,8 +97,10 @@ class TorchWorld:
                     self._new_group(kind, everybody, f"round {round_ + 1} {scope}") for _ in range(_directions(kind))
                 ]
                 if self.rank in kind:
-                    self._placed[round_, scope] = made
+                    self._placed[round_, scope] = made[0]
                     self.groups += made
+                    if len(made) == 2:
+                        self._pairs[round_, scope] = Pair(made)
 
     def _new_group(self, kind: Sequence[int], everybody: bool, description: str) -> dist.ProcessGroup:
         with patient_threads():
@@ -266,10 +118,10 @@ class TorchWorld:
         if part.operation == "idle":
             wake()
             return _Done()
-        groups, tensor = self._placed[round_, part.scope], part.tensor
-        if len(groups) == 2 and self._by_swap(part):
-            return self._swap(part, groups, wake)
-        group = groups[0]
+        pair = self._pairs.get((round_, part.scope))
+        if pair is not None and pair.takes(part):
+            return pair.issue(part, wake)
+        group, tensor = self._placed[round_, part.scope], part.tensor
         if part.operation == "gather":
             work = dist.all_gather_single(part.output, tensor, group=group, async_op=True)
         elif part.operation == "all to all":
@@ -284,69 +136,20 @@ class TorchWorld:
         else:
             operation = _REDUCTIONS[part.operation]
             works = [dist.all_reduce(tensor, op=operation, group=group, async_op=True) for tensor in part.tensors]
-            return _TorchPending(works, wake)
-        return _TorchPending([work], wake)
-
-    def _by_swap(self, part: Collective) -> bool:
-        if part.tensor.device.type != "cpu":
-            return False
-        adds = part.operation in ("sum", "average") and part.bytes <= PAIR_BYTES
-        return adds or part.operation in ("gather", "all to all")
-
-    def _swap(self, part: Collective, groups: Sequence[dist.ProcessGroup], wake: Callable[[], None]) -> Pending:
-        """What two ranks do together: each sends the other what it has, in one message."""
-        rank = groups[0].rank()
-        if part.output is not None:
-            ours, out = _bytes(part.tensor), _bytes(part.output).view(2, -1)
-            mine = ours if part.operation == "gather" else ours.view(2, -1)[1 - rank]
-            out[rank].copy_(ours if part.operation == "gather" else ours.view(2, -1)[rank])
-            return _TorchPending(_both_ways(groups, rank, mine, out[1 - rank]), wake)
-        pieces = [_bytes(tensor) for tensor in part.tensors]
-        buffers, mine = [self._buffer(part.bytes)], pieces[0]
-        if part.beside is not None:
-            buffers.append(self._buffer(part.bytes))
-            mine = buffers[1][: part.bytes]
-            torch.cat(pieces, out=mine)
-        theirs = buffers[0][: part.bytes]
-        works = _both_ways(groups, rank, mine, theirs)
-        return _SwapPending(works, wake, part, theirs, rank, lambda: self._spare.extend(buffers))
-
-    def _buffer(self, size: int) -> Tensor:
-        """Room for a sum of two ranks, of an earlier one where there is enough."""
-        for place, buffer in enumerate(self._spare):
-            if buffer.numel() >= size:
-                return self._spare.pop(place)
-        del self._spare[:1]  # too small: give one back for the one that is made
-        return torch.empty(size + size // 4, dtype=torch.uint8)
+            return Works(works, wake)
+        return Works([work], wake)
 
     def close(self) -> None:
         # Destroyed, so that connections close and the peers fail at once instead of at their timeout.
         groups, self.groups = self.groups, []
         self._placed.clear()
+        self._pairs.clear()
         give_up(groups)
 
 
 def _directions(ranks: Sequence[int]) -> int:
     """How many groups these ranks need."""
     return 2 if len(ranks) == 2 else 1
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _both_ways(groups: Sequence[dist.ProcessGroup], rank: int, mine: Tensor, theirs: Tensor) -> list[dist.Work]:
-    """Begin to send `mine` to the other rank of two, and to receive `theirs` from it.
-
-    gloo sends nothing before the receiver has said that it is ready, and its collectives say so behind what they send
-    themselves. The rank that comes first would wait until the message of the other is through, or half of it, as if a
-    link had one direction only. So large messages have a group for each direction, and receiving begins first.
-    """
-    if mine.numel() >= DUPLEX_BYTES:
-        receiving = dist.broadcast(theirs, group=groups[1 - rank], group_src=1 - rank, async_op=True)
-        return [receiving, dist.broadcast(mine, group=groups[rank], group_src=rank, async_op=True)]
-    sizes = [0, mine.numel()] if rank == 0 else [mine.numel(), 0]  # nothing to itself, all to the other
-    return [dist.all_to_all_single(theirs, mine, sizes, sizes, group=groups[0], async_op=True)]
 
 
 _taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
