@@ -18,7 +18,8 @@ from tests.models import digest, mlp, train, wrapped
 from tests.plans import plan_of
 from tests.ranks import RankError, run
 from thinwire.codecs import CodecState, TopK, register
-from thinwire.frontends.auto import PERIOD, SETTLE, WINDOW, AutoWire
+from thinwire.frontends.auto import SETTLE, WINDOW, AutoWire
+from thinwire.frontends.lookout import PERIOD
 from thinwire.frontends.profile import WATCHED
 
 SHAPES = {name: tuple(parameter.shape) for name, parameter in mlp().named_parameters()}

@@ -35,10 +35,10 @@ from ..planner.drift import Cusum
 from ..planner.plan import Plan, Quality
 from ..planner.profile import Cluster, Profile
 from ..profiler.links import measure as measure_links
-from ..profiler.links import probe
 from ..schemes.world import TorchWorld
 from . import kept
 from .ddp import DDPWire, parameters_of
+from .lookout import Lookout, Seen, probe_bytes
 from .profile import Profiling
 
 _HIGH = ("dense", "cast", "int8", "micro(density=0.05)", "micro(density=0.01)", "adacomp", "laplace(density=0.01)")
@@ -55,9 +55,6 @@ ROUNDS = 2
 
 SETTLE, WINDOW = 8, 10
 """Steps in which thresholds settle, and steps that are compared."""
-
-PERIOD = 8
-"""Steps between two looks of all ranks."""
 
 LEAST_GAIN = 0.04
 """Of a step: what a hook may cost. A plan that promises less is not worth one, because a hook cannot be taken out again: of
@@ -76,10 +73,6 @@ CROWDED, MOST_CROWDED = 1.2, 2.0
 """Threads for every core from which on it is worth a word, and beyond which a hook is not taken to cost still more: plans
 that promise a fifth of a step are worth a trial wherever they run."""
 
-PROBED, SMALLEST_PROBE, LARGEST_PROBE, LARGEST_SHARE = 2, 1 << 16, 1 << 20, 0.05
-"""While a codec runs, every second look times one message of so many bytes, of at most this share of a step: below 64 KB
-what a link lets pass at once hides its rate."""
-
 LONGEST_MEASUREMENT, SHORT_MEASUREMENT = 12.0, 4.0
 
 
@@ -90,25 +83,6 @@ class Decision:
     step: int
     text: str
     considered: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _Look:
-    """Means over ranks that are under way: numbers, then what should have been applied; and what was applied."""
-
-    work: Any
-    means: Tensor
-    applied: Tensor
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """Means over ranks of medians over some steps; whether rank 0 has a new plan; whether a watchdog barked."""
-
-    wall: float
-    link: float
-    planned: bool
-    alarm: str = ""
 
 
 class AutoWire(DDPWire):
@@ -127,12 +101,10 @@ class AutoWire(DDPWire):
         self._before = self.method
         self._plain: Plan | None = None
         self._baseline = 0.0
-        self._walls: list[float] = []
-        self._looks = 0
         self._trial: list[float] = []
-        self._void = self._paused = self._planning = False
+        self._paused = self._planning = False
         self._dog = Watchdog({tensor.name: tensor.elements for tensor in self.tensors})
-        self._look: _Look | None = None
+        self._lookout = Lookout(self.world, self._dog)
         self._step_time, self._link_time = Cusum(), _watch_on_links()
         self._search: Search | None = None
         self._file = self._place_of_plan(plan_file)
@@ -159,7 +131,8 @@ class AutoWire(DDPWire):
         """No profile is wanted any more; what was seen so far says nothing about what comes now."""
         if self._profiling is not None:
             self._profiling.rest()
-        self._walls, self._trial, self._look, self._void, self._looks = [], [], None, False, 0
+        self._trial = []
+        self._lookout.rest()
         self._step_time, self._link_time = Cusum(), _watch_on_links()
         self._phase = phase
 
@@ -177,7 +150,8 @@ class AutoWire(DDPWire):
             # Ranks that have joined take no step, so there is no moment at which all of them could speak.
             if not self._paused:
                 self._decide("inside join() nothing is measured or changed, because ranks may end before others")
-            self._paused, self._look = True, None
+            self._paused = True
+            self._lookout.rest()
             return
         try:
             self._phase()
@@ -214,9 +188,9 @@ class AutoWire(DDPWire):
     def _checking(self, profile: Profile, words: str, crowd: float) -> None:
         """DDP alone once more, because its steps and the links, which were measured after them, did not fit."""
         assert self._profiling is not None
-        self._walls.append(self._profiling.watch.steps[-1].wall)
-        if len(self._walls) == CHECKED:
-            (native,) = self._mean(statistics.median(self._walls))
+        self._trial.append(self._profiling.watch.steps[-1].wall)
+        if len(self._trial) == CHECKED:
+            (native,) = self._mean(statistics.median(self._trial))
             self._weigh(profile, native, words, crowd)
 
     def _weigh(self, profile: Profile, native: float, words: str, crowd: float) -> None:
@@ -327,60 +301,17 @@ class AutoWire(DDPWire):
         )
         self._rest(_nothing)
 
-    # -- looks of all ranks --------------------------------------------------------------------------------------------
+    # -- on watch ------------------------------------------------------------------------------------------------------
 
-    def _look_around(self) -> _Seen | None:
-        """Note what this step took; every `PERIOD` steps, what all ranks saw in those before the last ones."""
+    def _look_around(self) -> Seen | None:
         assert self._profiling is not None
-        self._walls.append(self._profiling.watch.steps[-1].wall)
         active = self.runner is not None and not self._went_direct
-        if active:
-            assert self.runner is not None
-            self._void |= self.runner.members[0].last_off
-        if len(self._walls) < PERIOD:
-            return None
-        last, self._look = self._look, self._issue(active)
-        self._walls, self._void = [], False
-        if last is None:
-            return None
-        last.work.wait()
-        wall, link, planned, void = (float(number) for number in last.means[:4])
-        verdict = self._dog.judge(last.means[4:], last.applied) if last.applied.numel() and not void else None
-        return _Seen(wall, link, bool(planned), verdict.reason if verdict is not None else "")
-
-    def _issue(self, active: bool) -> _Look:
-        """Begin to average what the ranks saw in the last steps. It arrives while the next ones run."""
-        left = self.runner.members[0].left() if active and self.runner is not None else {}
-        due = self._dog.due(left) if active else None
-        self._looks += 1
-        means = torch.tensor(
-            [
-                statistics.median(self._walls),
-                self._probe() if active and self._looks % PROBED == 0 else 0.0,
-                float(self._search is not None and self._search.done),
-                float(self._void),
-            ]
+        return self._lookout.step(
+            self._profiling.watch.steps[-1].wall,
+            self.runner.members[0] if active and self.runner is not None else None,
+            self._search is not None and self._search.done,
+            lambda: probe_bytes(self._profile, self.plan),
         )
-        applied = torch.empty(0)
-        if due is not None:
-            means, applied = torch.cat([means, due]), self._dog.applied()
-        if active:
-            self._dog.begin(left)
-        work = dist.all_reduce(means, op=dist.ReduceOp.AVG, group=self._parent, async_op=True)
-        return _Look(work, means, applied)
-
-    def _probe(self) -> float:
-        """Seconds of a message large enough to show the rate, and small beside a step.
-
-        A codec that suits a slow link hides that it has become fast: neither its steps nor its small messages tell.
-        """
-        assert isinstance(self.world, TorchWorld)
-        size = SMALLEST_PROBE
-        if self._profile is not None and self.plan is not None:
-            link, allowed = self._profile.link("all_gather", "flat"), LARGEST_SHARE * self.plan.predicted_seconds
-            while size < LARGEST_PROBE and link.seconds(2 * size) < allowed:
-                size *= 2
-        return probe(self.world, size)
 
     def _plan_again(self) -> None:
         step, link = self._step_time, self._link_time
