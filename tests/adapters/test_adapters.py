@@ -38,6 +38,13 @@ def _job(framework: str, folder: Path, *options: str) -> tuple[list[dict[str, An
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(2)], done.stderr
 
 
+def _if_installed(framework: str) -> Any:
+    package, _ = STATES[framework]
+    missing = importlib.util.find_spec(package) is None
+    reason = f"{package} is not installed; make test-frameworks has it"
+    return pytest.param(framework, marks=pytest.mark.skipif(missing, reason=reason))
+
+
 @pytest.fixture(scope="module")
 def by_hand(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results, _ = _job("plain", tmp_path_factory.mktemp("plain"))
@@ -47,11 +54,9 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results[0]
 
 
-@pytest.mark.parametrize("framework", STATES)
+@pytest.mark.parametrize("framework", [_if_installed(framework) for framework in STATES])
 def test_the_bits_of_a_loop_by_hand_and_resume(framework: str, by_hand: dict[str, Any], tmp_path: Path) -> None:
-    package, state = STATES[framework]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; make test-frameworks has it")
+    _, state = STATES[framework]
     folder = tmp_path / "run"
     whole, _ = _job(framework, folder)
     assert whole == [by_hand] * 2

@@ -60,7 +60,7 @@ def test_links_that_become_slow_and_fast_again_are_noticed() -> None:
 def test_a_link_that_changes_during_a_trial_is_planned_for() -> None:
     """The trial takes far longer than was predicted: links are looked at before the plan is blamed for it."""
     drop = WATCHED + 4
-    decisions = _run(drop + 100, {0: "1gbit", drop: "4mbit"}, least=0.0)
+    decisions = _run(drop + 60, {0: "1gbit", drop: "5mbit"}, least=0.0)
     assert decisions[1][0] == WATCHED
     assert "switching to plan" in decisions[1][1], decisions
     assert "planning again" in decisions[2][1], decisions
