@@ -6,6 +6,7 @@ a watcher thread reads it and makes the waits fail, so that the main thread come
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -24,7 +25,11 @@ class Interruptible(Protocol):
 
 _watched: weakref.WeakSet[Interruptible] = weakref.WeakSet()
 _lock = threading.Lock()
+_serving = threading.Lock()
 _installed = False
+
+PATIENCE = 5.0
+"""Seconds for what Ctrl-C interrupted to close, at the end of the process."""
 
 
 def watch(target: Interruptible) -> None:
@@ -39,7 +44,14 @@ def watch(target: Interruptible) -> None:
         # Whoever had the descriptor before (an event loop) keeps getting what it got.
         previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=_serve, args=(reader, writer, previous), name="thinwire-signals", daemon=True).start()
+        atexit.register(_end)  # now: before what was registered with the modules, which waits for groups that close
         _installed = True
+
+
+def _end() -> None:
+    """Before the interpreter ends: a thread that frees tensors or groups while it does so would abort the process."""
+    if _serving.acquire(timeout=PATIENCE):
+        _serving.release()
 
 
 def _serve(reader: socket.socket, writer: socket.socket, previous: int) -> None:
@@ -50,5 +62,6 @@ def _serve(reader: socket.socket, writer: socket.socket, previous: int) -> None:
         # A handler of the user's own may want the step to go on; the default one wants to get out.
         if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             # Chosen first: to end one takes time, in which the main thread may have begun with another.
-            for target in [target for target in list(_watched) if target.waiting]:
-                target.interrupt()
+            with _serving:
+                for target in [target for target in list(_watched) if target.waiting]:
+                    target.interrupt()
