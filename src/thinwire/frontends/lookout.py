@@ -1,6 +1,7 @@
 """What all ranks of a job with `auto` see together, every few steps: step time, a link, what is applied.
 
-The numbers of the last steps are averaged while the next ones run, so a look costs nothing but its message.
+The numbers of the last steps are averaged while the next ones run; only the message that shows how fast a link is, in every
+second look of a job with a codec, is waited for.
 """
 
 from __future__ import annotations
