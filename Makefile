@@ -4,16 +4,21 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: venv browser test test-frameworks lint docs demo format clean
+# Compiled kernels stay in the clone, so that only the first run waits for them.
+export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba
+
+.PHONY: venv browser kernels test test-quick test-long test-frameworks lint docs tables demo dist format clean
 
 venv: $(VENV)/.installed
 
 # torch goes first and pinned: an open range asked for by another package would pull a build with gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0
-	$(PIP) --editable '.[test,lint]'
-	touch $@
+	@begun=$$(date +%s); set -ex; \
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	$(PIP) torch==2.13.0; \
+	$(PIP) --editable '.[test,lint]'; \
+	touch $@; \
+	set +x; echo "set-up: $$(($$(date +%s) - begun)) s, once per clone"
 
 # Report pages are tested in a browser. Where none can be had, those tests are skipped and say so.
 browser:
@@ -24,17 +29,29 @@ browser:
 		{ apt-get update -qq && apt-get install -qq -y chromium; } >/dev/null 2>&1 || true; \
 	fi
 
-test: venv browser
-	$(BIN)/python -m pytest -rs
+kernels: venv
+	@$(BIN)/python -m tests.kernels.compile
+
+# Everything that protects a user. What cannot be run here (no browser, no namespaces) is skipped and says so.
+test: venv browser kernels
+	@$(BIN)/python -m tests.run
+
+# While working: the unit tests that take no time.
+test-quick: venv kernels
+	@$(BIN)/python -m tests.run quick
+
+# What `make test` leaves out, and nothing else: properties with many examples, long storms of hostile input, kills, a soak.
+test-long: venv kernels
+	@$(BIN)/python -m tests.run long
 
 # Accelerate, Lightning and transformers are 200 MB and a minute to install, so `make test` does without: their tests are skipped.
 test-frameworks: venv
 	$(PIP) --editable '.[frameworks]'
-	$(BIN)/python -m pytest tests/adapters tests/docs
+	$(BIN)/python -m pytest tests/integrations tests/docs
 
 lint: venv
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples tools
+	$(BIN)/ruff format --check src tests examples tools
 	$(BIN)/mypy
 
 # Pages into build/site. Every warning is an error: a link or an anchor that leads nowhere, a page outside the navigation.
@@ -42,12 +59,28 @@ docs: venv
 	$(PIP) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-demo: venv
+# Every table of numbers in README.md and docs/, from results/*.json.
+tables: venv
+	$(BIN)/python tools/tables.py
+
+demo: venv kernels
 	$(BIN)/thinwire demo
 
+# The wheel and the sdist, and whether the wheel works where there is nothing else: in an environment and a folder of its own.
+dist: venv
+	$(PIP) --editable '.[dist]'
+	rm -rf dist build/installed
+	$(BIN)/python -m build --no-isolation
+	$(PYTHON) -m venv build/installed
+	build/installed/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	build/installed/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	mkdir -p build/elsewhere
+	cd build/elsewhere && env -u PYTHONPATH ../installed/bin/python -c "import thinwire; print('installed:', thinwire.__file__, thinwire.__version__)"
+	cd build/elsewhere && env -u PYTHONPATH ../installed/bin/thinwire doctor
+
 format: venv
-	$(BIN)/ruff check --fix src tests examples
-	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff check --fix src tests examples tools
+	$(BIN)/ruff format src tests examples tools
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) .numba build dist

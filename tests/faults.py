@@ -77,7 +77,7 @@ def compare(codec: str, steps: int, seeds: int = 4) -> dict[str, float]:
     faults = events(steps, 1)
 
     def once(seed: int, bad: dict[int, Bad], left_out: set[int]) -> tuple[str, float]:
-        results = run(RANKS, job, codec, steps, bad, left_out, seed, hang=600.0)
+        results = run(RANKS, job, codec, steps, bad, left_out, seed)
         assert len({bits for bits, _ in results}) == 1, "replicas are equal"
         return results[0]
 

@@ -77,9 +77,14 @@ class Soak:
         self.fault: tuple[int, str] | None = None
         self.given: dict[str, Tensor] = {}
         self.named = dict(self.model.named_parameters())
-        for place, (name, parameter) in enumerate(self.named.items()):
-            parameter.register_hook(self._spoiler(place))
-            parameter.register_post_accumulate_grad_hook(self._booker(name))
+        self.hooks = [
+            hook
+            for place, (name, parameter) in enumerate(self.named.items())
+            for hook in (
+                parameter.register_hook(self._spoiler(place)),
+                parameter.register_post_accumulate_grad_hook(self._booker(name)),
+            )
+        ]
         self.turn = 0
         self.counts = dict.fromkeys(["faults", "void", "changes", "refused", "settings", "resumes", "checks"], 0)
         self.codecs: set[str] = set()
@@ -128,7 +133,7 @@ class Soak:
                 self.codecs.add(text)
             except thinwire.ThinwireError:
                 self.counts["refused"] += 1  # chains of nodes, where nodes are not known
-        if self.common.random() < 0.02 and "density" in self.wire.method.adjustable:
+        if self.common.random() < 0.02 and "density" in self.wire.strategy.adjustable:
             self.wire.set(density=self.common.choice([0.001, 0.01, 0.2, 1.0]))
             self.counts["settings"] += 1
         if self.common.random() < 0.01:
@@ -140,20 +145,20 @@ class Soak:
 
     def _left(self) -> dict[str, Tensor]:
         """What this rank has not sent, by name; the sum over ranks is what nobody has."""
-        if self.wire.runner is None:
+        if self.wire.executor is None:
             return {}
-        (member,) = self.wire.runner.members
-        left = {name: residual.double() for name, residual in member.residuals.named()}
-        for run in member.groups:
-            for p in run.info.parameters if run.carry is not None else ():
-                assert run.carry is not None
-                waiting = run.carry[p.offset : p.offset + p.elements].view(p.shape).double()
+        (rank_state,) = self.wire.executor.rank_states
+        left = {name: residual.double() for name, residual in rank_state.residuals.named()}
+        for run in rank_state.groups:
+            for p in run.info.parameters if run.inherited is not None else ():
+                assert run.inherited is not None
+                waiting = run.inherited[p.offset : p.offset + p.elements].view(p.shape).double()
                 left[p.name] = left[p.name] + waiting if p.name in left else waiting
         return left
 
     def _check(self, step: int, before: dict[str, Tensor], void: bool) -> None:
         self.counts["checks"] += 1
-        where = f"step {step}, rank {self.rank}, {self.wire.method.full}, {self.fault}"
+        where = f"step {step}, rank {self.rank}, {self.wire.strategy.full}, {self.fault}"
         digests: list[Any] = [None] * self.world
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
         bits = hash(b"".join(g.numpy().tobytes() for g in gradients if not void))
@@ -174,7 +179,7 @@ class Soak:
                 continue
             off = (sums[0] / self.world - parameter.grad.double()).abs()
             # Products of matrices round relative to the largest element, words of 16 bits by their own precision.
-            codec = self.wire.method.parts[0].codec
+            codec = self.wire.strategy.assignments[0].codec
             narrow = isinstance(codec, thinwire.Cast) or getattr(codec, "values", "fp32") != "fp32"
             coarse = 0.01 if narrow else ALLOWED
             allowed = sums[1].max() / self.world * coarse + 1e-30
@@ -193,6 +198,8 @@ def soak(steps: int, seed: int = 0, tell: Callable[[str], None] = lambda text: N
             memory[step + 1] = resident_bytes()
             seconds = time.monotonic() - begun
             tell(f"step {step + 1}: {memory[step + 1] / 1e6:.1f} MB, {1000 * seconds / (step + 1):.1f} ms a step")
+    for hook in job.hooks:  # the garbage collector does not see that they refer to the job
+        hook.remove()
     settled = max((size for at, size in memory.items() if at <= SETTLED), default=0)
     last = max(size for at, size in memory.items() if at > steps - 1000)
     growth = last / settled - 1.0 if steps > SETTLED else 0.0

@@ -86,7 +86,7 @@ def test_what_cannot_be_profiled(script: Path, tmp_path: Path) -> None:
     done = _start(_thinwire("profile", "-o", file, "--", sys.executable, "-c", "print('no DDP')"))
     assert done.returncode == 1
     assert "ended with code 0 before a profile was written" in done.stderr
-    assert "trains a DistributedDataParallel" in done.stderr
+    assert "must train a DistributedDataParallel" in done.stderr
     done = _start(_thinwire("profile", "-o", file, "--", "no-such-command"))
     assert "there is no command 'no-such-command'" in done.stderr
     done = _start(_thinwire("profile", "-o", "/no/such/place.json", "--", "true"))
@@ -105,7 +105,7 @@ def test_run_attaches_to_an_unchanged_script(script: Path) -> None:
 
 def test_run_says_what_it_needs(script: Path, tmp_path: Path) -> None:
     run = [sys.executable, "-m", "thinwire.run"]
-    assert "not several of them" in _start([*run, "--codec", "dense", "--plan", "x.json", str(script)]).stderr
+    assert "give only one of" in _start([*run, "--codec", "dense", "--plan", "x.json", str(script)]).stderr
     assert "there is no plan" in _start([*run, "--plan", str(tmp_path / "none.json"), str(script)]).stderr
     (tmp_path / "bad.json").write_text(json.dumps({"version": 1}))
     assert "is not a plan" in _start([*run, "--plan", str(tmp_path / "bad.json"), str(script)]).stderr

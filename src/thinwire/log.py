@@ -1,4 +1,4 @@
-"""Where thinwire says what it does: the logger `thinwire`, on standard error unless the program logs by itself."""
+"""The logger `thinwire`: writes to standard error unless the program configures logging."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ logger = logging.getLogger("thinwire")
 
 
 def set_up() -> None:
-    """Make INFO visible once: what `attach` decides must not be silent in a script that never configured logging."""
+    """Make INFO visible, once, so that the decisions of `attach` appear in scripts that do not configure logging."""
     if logger.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler()

@@ -1,4 +1,4 @@
-"""What somebody may have meant."""
+"""Did-you-mean suggestions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that there is not: `did you mean 'gpt'? known: gpt, vgg`."""
+    """The end of an error message about an unknown name: `did you mean 'gpt'? known: gpt, vgg`."""
     names = list(known)
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}"

@@ -88,7 +88,7 @@ def test_a_script_that_does_not_exist(tmp_path: Path) -> None:
 def test_what_does_not_fit_a_script(tmp_path: Path) -> None:
     """A plan of another model, a codec that there is not: known when the script builds its DDP."""
     from tests.planner import examples
-    from thinwire.planner.choose import choose
+    from thinwire.planner.search import choose
 
     choose(examples.profile(bits_per_second=1e8)).save(tmp_path / "plan.json")
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -94,4 +94,4 @@ def test_a_trace_needs_traced_steps(tmp_path: Path) -> None:
     assert code == 1
     assert "wire.trace(20)" in text
     code, text = _run("report", tmp_path / "a.jsonl", tmp_path / "a.jsonl", "--trace", tmp_path / "t.json")
-    assert (code, "a trace is made of one run" in text) == (1, True)
+    assert (code, "a trace shows one run" in text) == (1, True)

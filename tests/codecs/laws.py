@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import thinwire
+from thinwire.chains.chain import DEFAULTS
 from thinwire.codecs import Codec, GatheredCodec, parse
-from thinwire.schemes.chain import DEFAULTS
 
 Tensors = dict[str, Tensor]
 
@@ -38,8 +38,10 @@ def gradients(shapes: Mapping[str, tuple[int, ...]], ranks: int, kind: str, seed
 
 def residuals(exchange: thinwire.Exchange) -> list[Tensors]:
     """Of each rank, by name; copies."""
-    assert exchange.runner is not None
-    return [{name: r.clone() for name, r in member.residuals.named()} for member in exchange.runner.members]
+    assert exchange.executor is not None
+    return [
+        {name: r.clone() for name, r in rank_state.residuals.named()} for rank_state in exchange.executor.rank_states
+    ]
 
 
 @dataclasses.dataclass
@@ -58,8 +60,8 @@ def steps_of(exchange: thinwire.Exchange, every: Sequence[list[Tensors]]) -> Ite
         before = residuals(exchange)
         results = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in given]
         exchange.reduce_(results)
-        assert exchange.runner is not None
-        entries = sum(run.entries for member in exchange.runner.members for run in member.groups)
+        assert exchange.executor is not None
+        entries = sum(run.way.entries for rank_state in exchange.executor.rank_states for run in rank_state.groups)
         yield Step(given, results, before, residuals(exchange), entries)
 
 
@@ -104,6 +106,18 @@ def exact_when_unsent(codec: Codec) -> bool:
     return getattr(codec, "values", "fp32") == "fp32"
 
 
+def check_gaps(exchange: thinwire.Exchange) -> None:
+    """Between the parameters of a group, where others lie that are not coded, its residual holds nothing."""
+    assert exchange.executor is not None
+    for rank_state in exchange.executor.rank_states:
+        for run, each in zip(rank_state.groups, rank_state.residuals.held, strict=True):
+            for held in each:
+                outside = torch.ones(run.info.elements, dtype=torch.bool)
+                for parameter in run.info.parameters:
+                    outside[parameter.offset : parameter.offset + parameter.elements] = False
+                assert not bool(held.flat[outside[held.start : held.stop]].any())
+
+
 def check_mean(step: Step, wire: str) -> None:
     """The result is the mean, to a few roundings of the wire's dtype."""
     for name, result in step.results[0].items():
@@ -136,8 +150,11 @@ def check_steps(
     for step in steps_of(exchange, every):
         check_replicas(step)
         if codec.keeps_residual:
+            check_gaps(exchange)
             # In a chain of two Comps the second may hold back what the first one sent.
-            check_conservation(codec, step, may_cancel="constant" in kinds or bool(exchange.method.chain), mixes=mixes)
+            check_conservation(
+                codec, step, may_cancel="constant" in kinds or bool(exchange.strategy.chain), mixes=mixes
+            )
         else:
             assert not step.after[0]
             check_mean(step, getattr(codec, "dtype", "fp32"))
@@ -203,11 +220,13 @@ def check_estimate(codec: Codec, ranks: int, *, steps: int = 30) -> None:
     ]
     for given in every:
         exchange.reduce_(given)
-    assert exchange.runner is not None
-    for run in exchange.runner.members[0].groups:
+    assert exchange.executor is not None
+    for run in exchange.executor.rank_states[0].groups:
         estimate = run.codec.estimate(run.info, ranks)
         promised = estimate.gathered + estimate.summed
-        assert 0.5 * run.bytes <= promised <= 2.0 * run.bytes, f"{run.codec}: {promised} promised, {run.bytes} sent"
+        assert 0.5 * run.way.bytes <= promised <= 2.0 * run.way.bytes, (
+            f"{run.codec}: {promised} promised, {run.way.bytes} sent"
+        )
 
 
 def own(codec: Codec) -> str | None:

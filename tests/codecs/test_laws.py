@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.codecs import laws
+from tests.support.profiles import tries
 from thinwire.codecs import CODECS, CodecState, Estimate, GroupInfo, Message, TopK, parse, register
 
 # Texts beside the default one; a codec that is not here is tested with its defaults, and at a density of 0.1 if it has one.
@@ -29,6 +30,10 @@ TEXTS = {
     ],
     "adacomp": ["adacomp(bin_conv=5, bin_dense=16)", "adacomp(scale='layer')"],
     "randomblock": ["randomblock(ratio=3.0)", "randomblock(ratio=1)"],
+    "dgc": ["dgc(density=0.1)", "dgc(density=0.2, values='fp16')"],
+    "int8": ["int8(block=100)"],
+    "sign": ["sign(block=100)"],
+    "lowrank": ["lowrank(rank=1)"],
 }
 
 
@@ -68,7 +73,7 @@ SHAPES = st.dictionaries(
 )
 KINDS = st.lists(st.sampled_from(["normal", "heavy", "mostly zero", "constant"]), min_size=1, max_size=4)
 
-lawful = settings(max_examples=25, deadline=None, derandomize=True)
+lawful = settings(max_examples=tries(25), derandomize=True)
 
 
 def test_the_main_codecs_are_among_them() -> None:

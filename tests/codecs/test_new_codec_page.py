@@ -59,8 +59,8 @@ def test_it_is_known_by_its_text(example: Any) -> None:
     exchange = thinwire.Exchange({"a": torch.empty(5000)}, "blocktop(block=50)", thinwire.LocalWorld(2))
     given = [{"a": torch.randn(5000)} for _ in range(2)]
     exchange.reduce_(given)
-    assert exchange.runner is not None
-    assert exchange.runner.members[0].groups[0].entries == 100
+    assert exchange.executor is not None
+    assert exchange.executor.rank_states[0].groups[0].way.entries == 100
 
 
 def test_a_void_step_loses_nothing(example: Any) -> None:

@@ -33,8 +33,8 @@ def _gradients(generator: torch.Generator, world: int, scale: float = 1.0) -> li
 
 
 def _states(exchange: thinwire.Exchange, rank: int) -> list[object]:
-    assert exchange.runner is not None
-    return [run.state for run in exchange.runner.members[rank].groups]
+    assert exchange.executor is not None
+    return [run.way.state for run in exchange.executor.rank_states[rank].groups]
 
 
 @pytest.mark.parametrize("threshold", ["global", "layer"])
@@ -114,19 +114,19 @@ def test_adacomp_rates_in_real_messages() -> None:
         elements = 100_000
         exchange = thinwire.Exchange({"w": torch.zeros(250, 400)}, codec, thinwire.LocalWorld(1))
         generator, rates = torch.Generator().manual_seed(4), []
-        assert exchange.runner is not None
-        run = exchange.runner.members[0].groups[0]
+        assert exchange.executor is not None
+        run = exchange.executor.rank_states[0].groups[0]
         for step in range(140):
             exchange.reduce_({"w": torch.randn(250, 400, generator=generator)})
             if step >= 100:
-                rates.append(4 * elements / run.wanted)
+                rates.append(4 * elements / run.way.wanted)
         assert low <= np.mean(rates) <= high
 
 
 def test_adacomp_sends_later_what_is_cut() -> None:
     """The first step wants ten times what was expected: the message is cut, and nothing is lost."""
     exchange, generator = _exchange(AdaComp(), 2), torch.Generator().manual_seed(5)
-    assert exchange.runner is not None
+    assert exchange.executor is not None
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for step in range(6):
         gradients = _gradients(generator, 2)
@@ -136,10 +136,12 @@ def test_adacomp_sends_later_what_is_cut() -> None:
         for name in total:
             total[name] -= gradients[0][name].double()
         if step == 0:
-            run = exchange.runner.members[0].groups[0]
-            assert run.wanted > run.state.outgoing.numel()
+            run = exchange.executor.rank_states[0].groups[0]
+            assert run.way.wanted > run.way.state.outgoing.numel()
     for name in total:
-        left = sum(dict(member.residuals.named())[name].double() for member in exchange.runner.members) / 2
+        left = (
+            sum(dict(rank_state.residuals.named())[name].double() for rank_state in exchange.executor.rank_states) / 2
+        )
         assert torch.allclose(left, total[name], atol=1e-4)
 
 
@@ -167,12 +169,12 @@ def test_adacomp_refuses_hostile_messages() -> None:
 
 def test_laplace_counts_within_its_tolerance() -> None:
     exchange, generator = _exchange(LaplaceTopK(0.01, tolerance=0.1), 2), torch.Generator().manual_seed(8)
-    assert exchange.runner is not None
+    assert exchange.executor is not None
     elements = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     for _ in range(40):
         exchange.reduce_(_gradients(generator, 2))
-        for member in exchange.runner.members:
-            assert sum(run.entries for run in member.groups) == pytest.approx(0.01 * elements, rel=0.11)
+        for rank_state in exchange.executor.rank_states:
+            assert sum(run.way.entries for run in rank_state.groups) == pytest.approx(0.01 * elements, rel=0.11)
 
 
 def test_random_blocks_reach_every_place_and_need_no_agreement() -> None:

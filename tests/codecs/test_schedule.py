@@ -23,8 +23,8 @@ def _exchange(codec: Any, ranks: int = 2) -> thinwire.Exchange:
 def _step(exchange: thinwire.Exchange, generator: torch.Generator, ranks: int = 2) -> float:
     """One exchange of random gradients; the share of elements that rank 0 sent."""
     exchange.reduce_([{"a": torch.randn(100, 200, generator=generator)} for _ in range(ranks)])
-    assert exchange.runner is not None
-    return exchange.runner.members[0].groups[0].entries / ELEMENTS
+    assert exchange.executor is not None
+    return exchange.executor.rank_states[0].groups[0].way.entries / ELEMENTS
 
 
 def test_warmup_goes_down_by_the_same_factor() -> None:
@@ -85,9 +85,9 @@ def test_set_changes_the_next_step_and_is_saved() -> None:
     copy = torch.Generator()
     copy.set_state(generator.get_state())
     assert _step(exchange, generator) == _step(other, copy) == pytest.approx(0.02, rel=0.01)
-    assert exchange.runner is not None
-    assert other.runner is not None
-    mine, theirs = exchange.runner.members[1].residuals, other.runner.members[1].residuals
+    assert exchange.executor is not None
+    assert other.executor is not None
+    mine, theirs = exchange.executor.rank_states[1].residuals, other.executor.rank_states[1].residuals
     assert torch.equal(mine.flat[0], theirs.flat[0])
 
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_set() -> None:
     ]:
         with pytest.raises(ThinwireError, match=complaint):
             exchange.set(**settings)
-    assert exchange.settings == {}
+    assert exchange.session.settings == {}
     state = exchange.state_dict()
     state["rank0.thinwire"] = state["rank0.thinwire"].replace('"settings":{}', '"settings":{"density":7.0}')
     with pytest.raises(StateError, match="settings that topk refuses"):
@@ -127,8 +127,8 @@ def _ranks_set(same: bool) -> tuple[str, float]:
     except ThinwireError as error:
         said = str(error)
     exchange.reduce_(tensors)
-    assert exchange.runner is not None
-    share = exchange.runner.members[0].groups[0].entries / ELEMENTS
+    assert exchange.executor is not None
+    share = exchange.executor.rank_states[0].groups[0].way.entries / ELEMENTS
     exchange.close()
     return said, share
 

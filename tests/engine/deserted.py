@@ -5,6 +5,7 @@
 FAULT  interrupt: the last rank stays away after a few steps, the others get Ctrl-C while they wait for it
        absent: the same, but the last rank does not even come to the beginning
        stop: the last rank stops (SIGSTOP), the others wait until their timeout
+       pause: the last rank stops, and somebody else lets it go on; then all make some more steps
        quiet: nothing; somebody else cuts the cable
 WAY    attach:CODEC, exchange:CODEC or updates:CODEC; all of them begin before the fault, and meet it one after the other
 """
@@ -26,13 +27,13 @@ import torch
 import torch.distributed as dist
 
 import thinwire
-from tests.frontends.updates.jobs import make_here, train_here
 from tests.models import train, wrapped
+from tests.updates.jobs import make_here, train_here
 from thinwire import Wire
 
 ROOT = Path(__file__).parents[2]
 HANG_SECONDS = 100.0  # far more than any timeout of the exchanges, far less than the sleep of a rank that stays away
-PATIENCE = timedelta(seconds=2)
+PATIENCE = timedelta(seconds=4)
 BEGUN = 4
 
 
@@ -45,7 +46,7 @@ def job(way: str, codec: str, timeout: timedelta | None) -> tuple[Callable[[rang
         return lambda steps: train(ddp, optimizer, steps), [wire]
     if way == "updates":
         model, opt = make_here(codec, timeout=timeout)
-        return lambda steps: train_here(model, opt, steps), opt._way.wires
+        return lambda steps: train_here(model, opt, steps), opt._backend.wires
     tensors = {"weight": torch.zeros(5000), "bias": torch.zeros(10)}
     exchange = thinwire.Exchange(tensors, codec, timeout=timeout, min_elements=100)
 
@@ -59,8 +60,8 @@ def job(way: str, codec: str, timeout: timedelta | None) -> tuple[Callable[[rang
 
 def threads_left(wires: Sequence[Wire]) -> int:
     """Threads of closed wires that do not end by themselves."""
-    seats = [wire._seat for wire in wires if wire.error is not None]
-    mine = [seat.thread for seat in seats if seat is not None]
+    threads = [wire.session._thread for wire in wires if wire.error is not None]
+    mine = [thread.thread for thread in threads if thread is not None]
     for thread in mine:
         thread.join(timeout=10)
     return sum(thread.is_alive() for thread in mine)
@@ -107,6 +108,7 @@ def press_soon() -> None:
 
 
 def main(rank: int, world: int, store: str, fault: str, *ways: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
     torch.set_num_threads(1)
     method = store if "://" in store else f"file://{store}"
     dist.init_process_group("gloo", method, rank=rank, world_size=world, timeout=timedelta(seconds=300))
@@ -115,7 +117,7 @@ def main(rank: int, world: int, store: str, fault: str, *ways: str) -> None:
         if leaves:
             time.sleep(200)  # ended by the test
         press_soon()
-    jobs = [job(*way.split(":", 1), None if fault == "interrupt" else PATIENCE) for way in ways]
+    jobs = [job(*way.split(":", 1), PATIENCE if fault in ("stop", "quiet") else None) for way in ways]
     for run, _ in jobs:
         run(range(BEGUN))
     print("begun", flush=True)
@@ -123,6 +125,13 @@ def main(rank: int, world: int, store: str, fault: str, *ways: str) -> None:
         time.sleep(200)
     if leaves and fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "pause":
+        if leaves:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        for run, wires in jobs:
+            run(range(BEGUN, 3 * BEGUN))
+            print(f"steps {wires[0].stats()['steps']}, {wires[0].error}", flush=True)
+        return
     for way, (run, wires) in zip(ways, jobs, strict=True):
         if fault == "interrupt":
             press_soon()

@@ -15,11 +15,12 @@ import thinwire
 from tests.codecs.laws import Tensors, gradients
 from tests.models import batch, digest, mlp, train, wrapped
 from tests.ranks import run
+from thinwire.chains import tree
+from thinwire.chains.chain import choose
+from thinwire.engine.executor import Executor
 from thinwire.engine.layout import build, describe
-from thinwire.engine.runner import Runner
+from thinwire.engine.rank_state import Safety
 from thinwire.errors import AttachError
-from thinwire.schemes import tree
-from thinwire.schemes.chain import choose
 
 # b is small and lies between others; c is cut by every border there is.
 SHAPES = {"a": (30, 41), "b": (7,), "c": (50, 53), "d": (6, 5, 3, 3), "e": (0, 3)}
@@ -50,15 +51,15 @@ def _empty() -> Tensors:
     return {name: torch.empty(shape) for name, shape in SHAPES.items()}
 
 
-def _left(members: Any) -> Tensors:
+def _left(rank_states: Any) -> Tensors:
     """What all these ranks have not sent yet, carried parts included."""
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    for member in members:
-        for name, residual in member.residuals.named():
+    for rank_state in rank_states:
+        for name, residual in rank_state.residuals.named():
             total[name] += residual.double()
-        for group in member.groups:
-            for p in group.info.parameters if group.carry is not None else ():
-                total[p.name] += group.carry[p.offset : p.offset + p.elements].view(p.shape).double()
+        for group in rank_state.groups:
+            for p in group.info.parameters if group.inherited is not None else ():
+                total[p.name] += group.inherited[p.offset : p.offset + p.elements].view(p.shape).double()
     return total
 
 
@@ -83,20 +84,22 @@ def _check_step(before: Tensors, given: list[Tensors], results: list[Tensors], a
 @pytest.mark.parametrize("text", [*ALL, *OTHERS])
 def test_nothing_is_lost_and_replicas_are_equal(text: str, ranks: int, each: int) -> None:
     exchange = thinwire.Exchange(_empty(), text, thinwire.LocalWorld(ranks, each), **OPTIONS)
-    assert exchange.runner is not None
-    members = exchange.runner.members
+    assert exchange.executor is not None
+    rank_states = exchange.executor.rank_states
     sent = False
     for step in range(5):
         given = gradients(SHAPES, ranks, "heavy" if step == 2 else "normal", step)
-        before = _left(members)
+        before = _left(rank_states)
         results = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in given]
         exchange.reduce_(results)
-        _check_step(before, given, results, _left(members), text)
+        _check_step(before, given, results, _left(rank_states), text)
         sent |= bool(results[0]["c"].any())
     assert sent
     # Comps that come after everything was added are held alike by all nodes.
-    for member in members:
-        for group, other in zip(member.residuals.held, members[member.rank % each].residuals.held, strict=True):
+    for rank_state in rank_states:
+        for group, other in zip(
+            rank_state.residuals.held, rank_states[rank_state.rank % each].residuals.held, strict=True
+        ):
             for held, twin in zip(group, other, strict=True):
                 if held.weight != 1.0:
                     assert torch.equal(held.flat, twin.flat)
@@ -106,8 +109,8 @@ def _void(exchange: thinwire.Exchange, ranks: int) -> None:
     given = gradients(SHAPES, ranks, "normal", 99)
     given[ranks - 1]["c"][3, 3] = float("nan")
     exchange.reduce_(given)
-    assert exchange.runner is not None
-    assert all(member.last_off for member in exchange.runner.members)
+    assert exchange.executor is not None
+    assert all(rank_state.last_void for rank_state in exchange.executor.rank_states)
     assert all(bool(tensor.isnan().all()) for tensors in given for tensor in tensors.values() if tensor.numel() > 100)
 
 
@@ -115,27 +118,27 @@ def _void(exchange: thinwire.Exchange, ranks: int) -> None:
 def test_a_void_step_loses_nothing(text: str) -> None:
     """Twice the same gradients with a void step of theirs between: only finite gradients stay, none twice."""
     exchange = thinwire.Exchange(_empty(), text, thinwire.LocalWorld(4, 2), **OPTIONS)
-    assert exchange.runner is not None
-    members = exchange.runner.members
+    assert exchange.executor is not None
+    rank_states = exchange.executor.rank_states
     for step in range(3):
         exchange.reduce_(gradients(SHAPES, 4, "normal", step))
     if text.startswith(("dense", "cast")):
         return
-    before = _left(members)
-    late = [[held.flat.clone() for held in each[1:]] for m in members for each in m.residuals.held]
+    before = _left(rank_states)
+    late = [[held.flat.clone() for held in each[1:]] for m in rank_states for each in m.residuals.held]
     _void(exchange, 4)
-    after = _left(members)
+    after = _left(rank_states)
     given = [
         {name: tensor.double() for name, tensor in tensors.items()} for tensors in gradients(SHAPES, 4, "normal", 99)
     ]
     allowed = 1e-3 if "16" in text or "micro" in text or "lowrank" in text else 1e-4
-    for name in dict(members[0].residuals.named()):
+    for name in dict(rank_states[0].residuals.named()):
         # What lies in a tile with a value that is not finite is left out: of the rank, its node, or all of them.
         possible = torch.stack([before[name] + sum(given[r][name] for r in range(count)) for count in (4, 3, 2, 0)])
         if not after[name].numel():
             continue
         assert float((possible - after[name]).abs().min(0).values.max()) < allowed, name
-    now = [[held.flat for held in each[1:]] for m in members for each in m.residuals.held]
+    now = [[held.flat for held in each[1:]] for m in rank_states for each in m.residuals.held]
     assert all(torch.equal(a, b) for x, y in zip(late, now, strict=True) for a, b in zip(x, y, strict=True))
 
 
@@ -146,8 +149,10 @@ def test_a_protected_void_step_changes_nothing(text: str) -> None:
     codec, chain = choose(text)
     ends = []
     for void in (False, True):
-        runner = Runner(
-            thinwire.LocalWorld(4, 2), build([tensors], codec, chain=chain, min_elements=50), protected=True
+        executor = Executor(
+            thinwire.LocalWorld(4, 2),
+            build([tensors], codec, chain=chain, min_elements=50),
+            safety=Safety(protected=True),
         )
         for step in (0, 1, 2, 3):
             given = gradients(SHAPES, 4, "normal", step)
@@ -155,12 +160,12 @@ def test_a_protected_void_step_changes_nothing(text: str) -> None:
             if void and step == 2:
                 spoilt = [buffer.clone() for buffer in buffers]
                 spoilt[2][700] = float("inf")
-                runner.submit(tuple(SHAPES), spoilt, lambda _: None)
-                assert all(member.last_off for member in runner.members)
-                for member in runner.members:
-                    member.step -= 1  # top-k cuts by step
-            runner.submit(tuple(SHAPES), buffers, lambda _: None)
-        ends.append((_hash({"all": buffers[1]}), [_hash(dict(m.residuals.named())) for m in runner.members]))
+                executor.submit(tuple(SHAPES), spoilt, lambda _: None)
+                assert all(rank_state.last_void for rank_state in executor.rank_states)
+                for rank_state in executor.rank_states:
+                    rank_state.step -= 1  # top-k cuts by step
+            executor.submit(tuple(SHAPES), buffers, lambda _: None)
+        ends.append((_hash({"all": buffers[1]}), [_hash(dict(m.residuals.named())) for m in executor.rank_states]))
     assert ends[0] == ends[1]
 
 
@@ -168,17 +173,17 @@ def test_a_parameter_that_no_rank_used_is_not_sent() -> None:
     tensors = [describe(name, torch.empty(shape)) for name, shape in SHAPES.items()]
     codec, chain = choose("topk(density=0.2) via H")
     layout = build([tensors], codec, chain=chain, min_elements=50)
-    runner = Runner(thinwire.LocalWorld(4, 2), layout, tracks_unused=True)
+    executor = Executor(thinwire.LocalWorld(4, 2), layout, safety=Safety(tracks_unused=True))
     for step in range(4):
         given = gradients(SHAPES, 4, "normal", step)
-        before = _left(runner.members)
+        before = _left(executor.rank_states)
         unused = [["c"]] * 4 if step == 2 else [["c"], [], [], []] if step == 3 else [[]] * 4
         for one, names in zip(given, unused, strict=True):
             for name in names:
                 one[name].zero_()
         buffers = [torch.cat([tensor.reshape(-1) for tensor in one.values()]) for one in given]
-        runner.submit(tuple(SHAPES), buffers, lambda _: None, unused)
-        after = _left(runner.members)
+        executor.submit(tuple(SHAPES), buffers, lambda _: None, unused)
+        after = _left(executor.rank_states)
         assert torch.equal(before["c"], after["c"]) == (step == 2)
         assert not torch.equal(before["a"], after["a"])
 
@@ -229,7 +234,7 @@ def test_local_world_gives_the_same_bits_as_gloo() -> None:
     """
     texts = [text for text in [*ALL, *OTHERS[:1], *OTHERS[4:8]] if text != "dense via A"]
     steps = 2
-    gloo = run(4, _on_gloo, texts, steps, hang=120.0)
+    gloo = run(4, _on_gloo, texts, steps)
     for text in texts:
         exchange = thinwire.Exchange(_empty(), text, thinwire.LocalWorld(4, 2), **OPTIONS)
         for step in range(steps):
@@ -254,13 +259,13 @@ def _conserved(texts: list[str]) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         for text in texts:
             exchange = thinwire.Exchange(_empty(), text, **OPTIONS)
-            assert exchange.runner is not None
+            assert exchange.executor is not None
             for step in range(2):
-                before = _left(exchange.runner.members)
+                before = _left(exchange.executor.rank_states)
                 given = gradients(SHAPES, world, "normal", step)
                 mine = {name: tensor.clone() for name, tensor in given[rank].items()}
                 exchange.reduce_(mine)
-                after = _left(exchange.runner.members)
+                after = _left(exchange.executor.rank_states)
                 for left in (before, after):
                     for tensor in left.values():
                         dist.all_reduce(tensor)
@@ -273,7 +278,7 @@ def _conserved(texts: list[str]) -> None:
 
 
 def test_nothing_is_lost_on_gloo_where_it_adds_itself() -> None:
-    run(4, _conserved, [*OTHERS[1:4], *OTHERS[8:]], hang=120.0)
+    run(4, _conserved, [*OTHERS[1:4], *OTHERS[8:]])
 
 
 # -- saved states --------------------------------------------------------------------------------------------------------
@@ -312,9 +317,9 @@ def test_a_resumed_job_has_the_bits_of_one_that_went_on(text: str) -> None:
     )
     other.load_state_dict(state)
     second.load_state_dict(state)
-    assert other.runner is not None
-    assert second.runner is not None
-    left, right = _left(other.runner.members), _left(second.runner.members)
+    assert other.executor is not None
+    assert second.executor is not None
+    left, right = _left(other.executor.rank_states), _left(second.executor.rank_states)
     assert all(torch.allclose(left[name], right[name], rtol=1e-5, atol=1e-5) for name in SHAPES)
 
 
@@ -340,10 +345,10 @@ def _ddp(chain: str) -> list[str]:
         assert stats["groups"][0]["traffic_per_step"]["inter"] > 0
         # Dense DDP goes around the engine, but not before what is left has been added.
         wire.change("dense")
-        assert wire.runner is not None
-        assert wire.runner.members[0].carries
+        assert wire.executor is not None
+        assert wire.executor.rank_states[0].inherits
         train(ddp, optimizer, range(30, 32))
-        assert not wire.runner.members[0].carries
+        assert not wire.executor.rank_states[0].inherits
         with pytest.raises(AttachError, match="the ranks disagree"):
             wire.change("topk", "K" if dist.get_rank() else "J")
         wire.change("topk(density=0.05) via C")
@@ -401,33 +406,33 @@ ROUTE = [
 def test_what_was_not_sent_goes_over_to_another_chain(void: bool) -> None:
     exchange = thinwire.Exchange(_empty(), ROUTE[0], thinwire.LocalWorld(4, 2), **OPTIONS)
     for number, text in enumerate(ROUTE):
-        assert exchange.runner is not None
+        assert exchange.executor is not None
         if number:
-            before = _left(exchange.runner.members)
+            before = _left(exchange.executor.rank_states)
             exchange.change(text)
-            after = _left(exchange.runner.members)
+            after = _left(exchange.executor.rank_states)
             for name in SHAPES:
                 assert torch.allclose(before[name], after[name], rtol=1e-5, atol=1e-5), f"{text}: {name}"
-        members = exchange.runner.members
+        rank_states = exchange.executor.rank_states
         if void and number:
-            carried = any(group.carry is not None for group in members[0].groups)
-            before = _left(members)
-            for member in members:
-                member.tests_results = True
+            carried = any(group.inherited is not None for group in rank_states[0].groups)
+            before = _left(rank_states)
+            for rank_state in rank_states:
+                rank_state.protect(Safety(tests_results=True))
             _void(exchange, 4)
             if carried:
-                assert all(torch.equal(value, before[name]) for name, value in _left(members).items())
+                assert all(torch.equal(value, before[name]) for name, value in _left(rank_states).items())
                 state = exchange.state_dict()
                 exchange.load_state_dict(state)
-                members = exchange.runner.members
-                assert all(torch.equal(value, before[name]) for name, value in _left(members).items())
+                rank_states = exchange.executor.rank_states
+                assert all(torch.equal(value, before[name]) for name, value in _left(rank_states).items())
         for step in range(2):
             given = gradients(SHAPES, 4, "normal", 10 * number + step)
-            before = _left(members)
+            before = _left(rank_states)
             results = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in given]
             exchange.reduce_(results)
-            _check_step(before, given, results, _left(members), text)
-        assert all(group.carry is None for member in members for group in member.groups)
+            _check_step(before, given, results, _left(rank_states), text)
+        assert all(group.inherited is None for rank_state in rank_states for group in rank_state.groups)
 
 
 def _change() -> str:

@@ -41,8 +41,8 @@ def _world(codec: str, ranks: int, steps: int = 0, **options: Any) -> thinwire.E
 
 def pending(exchange: thinwire.Wire) -> dict[str, Tensor]:
     """What has not been sent yet, in all and divided by the number of ranks: the mean that training will see."""
-    assert exchange.runner is not None
-    left = [member.left() for member in exchange.runner.members]
+    assert exchange.executor is not None
+    left = [rank_state.unsent() for rank_state in exchange.executor.rank_states]
     return {name: torch.stack([own[name].double() for own in left]).mean(0) for name in left[0]}
 
 
@@ -119,17 +119,17 @@ def test_it_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_thresholds_stay_where_ranks_change() -> None:
     exchange = _world("micro(density=0.05)", 4, steps=30)
-    assert exchange.runner is not None
-    learnt = exchange.runner.members[0].groups[0].state
+    assert exchange.executor is not None
+    learnt = exchange.executor.rank_states[0].groups[0].way.state
     for saved in (exchange.state_dict("mean"), exchange.state_dict()):
         other = _world("micro(density=0.05)", 3)
         other.load_state_dict(saved)
-        assert other.runner is not None
-        state = other.runner.members[2].groups[0].state
+        assert other.executor is not None
+        state = other.executor.rank_states[2].groups[0].way.state
         assert (state.thresholds == learnt.thresholds).all()
         assert (state.borders[-1], state.steps) == (state.group.elements, 1), "a part for each rank, quick to follow"
         _step(other, 30)
-        assert other.runner.statistics.bytes < 4 * 6000, "no dense first step again"
+        assert other.executor.statistics.bytes < 4 * 6000, "no dense first step again"
 
 
 # -- other codecs and chains -------------------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ def test_a_codec_that_does_not_go_by_its_default_chain() -> None:
     saved = _world("int8 via J", 2, steps=3)
     resumed = _world("int8 via J", 2)
     resumed.load_state_dict(saved.state_dict())
-    assert resumed.runner is not None
-    assert {group.chain for group in resumed.runner.layout.groups} == {""}
+    assert resumed.executor is not None
+    assert {group.chain for group in resumed.executor.layout.groups} == {""}
     assert all(same(a, b) for a, b in zip(_step(saved, 3), _step(resumed, 3), strict=True))
 
 
@@ -168,10 +168,10 @@ def test_numbers_set_by_hand() -> None:
     exchange.set(density=0.01)
     other = _world("laplace", 3)
     other.load_state_dict(exchange.state_dict())
-    assert other.settings == {"density": 0.01}, "laplace has a density too"
+    assert other.session.settings == {"density": 0.01}, "laplace has a density too"
     cast = _world("cast", 3)
     cast.load_state_dict(exchange.state_dict("mean"))
-    assert cast.settings == {}
+    assert cast.session.settings == {}
 
 
 def test_a_residual_without_a_place_is_refused() -> None:
@@ -205,15 +205,15 @@ def test_what_codecs_remember_is_checked() -> None:
         ("micro", "borders", torch.tensor([0, -1, elements]), "borders must ascend"),
         ("micro", "borders", torch.tensor([5, 10, elements]), "borders must ascend"),
         ("micro", "borders", torch.tensor([0, 10, elements + 1]), "borders must ascend"),
-        ("micro", "thresholds", torch.tensor([nan], dtype=torch.float64), "thresholds must be finite"),
-        ("micro", "weights", torch.full((1024,), -1.0, dtype=torch.float64), "weights must be finite"),
-        ("micro", "usual", -1.0, "usual and steps"),
-        ("micro", "steps", -1, "usual and steps"),
+        ("micro", "thresholds", torch.tensor([nan], dtype=torch.float64), "thresholds must hold numbers from 0 to"),
+        ("micro", "weights", torch.full((1024,), -1.0, dtype=torch.float64), "weights must hold numbers from 0 to"),
+        ("micro", "usual", -1.0, "usual must be a number from 0 to 1e\\+100, not -1.0"),
+        ("micro", "steps", -1, "steps must be a whole number from 0"),
         ("laplace", "warm", torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64), "no search leaves"),
-        ("laplace", "warm", torch.tensor([nan, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64), "no search leaves"),
-        ("sidco", "stages", 10**9, "1000000000 stages"),
-        ("sidco", "steps", -1, "-1 steps"),
-        ("lowrank", "basis", torch.full((200,), nan), "basis holds a value that is not finite"),
+        ("laplace", "warm", torch.tensor([nan, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64), "warm must hold numbers"),
+        ("sidco", "stages", 10**9, "stages must be a whole number from 1 to 1100, not 1000000000"),
+        ("sidco", "steps", -1, "steps must be a whole number from 0 to 4, not -1"),
+        ("lowrank", "basis", torch.full((200,), nan), "basis must hold numbers"),
     ]
     for codec, field, value, message in cases:
         saved = _exchange(codec, steps=3).state_dict()
@@ -357,8 +357,8 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path: Path) -> None:
 
 def _all_pending(wire: thinwire.Wire) -> dict[str, Tensor]:
     everyone: list[Any] = [None] * dist.get_world_size()
-    assert wire.runner is not None
-    dist.all_gather_object(everyone, wire.runner.members[0].left())
+    assert wire.executor is not None
+    dist.all_gather_object(everyone, wire.executor.rank_states[0].unsent())
     return {name: torch.stack([own[name].double() for own in everyone]).mean(0) for name in everyone[0]}
 
 
@@ -450,7 +450,7 @@ def _mean_by_one() -> None:
     ddp, optimizer, wire = _job("topk(density=0.05)", 0)
     train(ddp, optimizer, range(3))
     if dist.get_rank() == 1:
-        wire.dense_steps += 1
+        wire.session.progress.dense_steps += 1
     with pytest.raises(thinwire.ThinwireError, match="the ranks disagree: step: rank 0 has 3, rank 1 has 4"):
         wire.state_dict("mean")
 

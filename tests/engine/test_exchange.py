@@ -31,8 +31,8 @@ from thinwire.codecs import (
     register,
 )
 from thinwire.codecs.base import Steps
+from thinwire.engine.executor import Executor
 from thinwire.engine.layout import build, describe
-from thinwire.engine.runner import Runner
 from thinwire.errors import ExchangeError, WireClosed
 from thinwire.messages import ValueCoding, read_header
 
@@ -145,12 +145,12 @@ def _on_gloo() -> dict[str, tuple[str, str]]:
 
 def exchange_codes(exchange: thinwire.Exchange, name: str) -> bool:
     """Whether a tensor is compressed: gloo adds the others in an order of its own."""
-    assert exchange.runner is not None
-    return any(name == coded for coded, _ in exchange.runner.members[0].residuals.named())
+    assert exchange.executor is not None
+    return any(name == coded for coded, _ in exchange.executor.rank_states[0].residuals.named())
 
 
 def test_local_world_gives_the_same_bits_as_gloo() -> None:
-    gloo = run(3, _on_gloo, hang=120.0)
+    gloo = run(3, _on_gloo)
     for text in GATHERED:
         exchange = thinwire.Exchange(_empty(), text, thinwire.LocalWorld(3), **OPTIONS)
         results: list[list[str]] = [[], [], []]
@@ -174,8 +174,8 @@ def _two_rounds() -> tuple[float, str]:
     """Two rounds, several groups, riders; every rank hands its tensors over in an order of its own."""
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange = thinwire.Exchange(_empty(), "union(density=0.05)", **OPTIONS)
-    assert exchange.runner is not None
-    groups = exchange.runner.layout.groups
+    assert exchange.executor is not None
+    groups = exchange.executor.layout.groups
     assert len([group for group in groups if group.codec != "dense"]) >= 3
     assert any(slot.role == "ride" for group in groups for slot in group.slots)
     sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
@@ -192,7 +192,7 @@ def _two_rounds() -> tuple[float, str]:
         for name, total in sums.items():
             total += means[name] - every[rank][name].double()
         results.append(_digest(every[rank]))
-    for name, residual in exchange.runner.members[0].residuals.named():
+    for name, residual in exchange.executor.rank_states[0].residuals.named():
         left = residual.double()
         dist.all_reduce(left)
         sums[name] -= left / world
@@ -218,14 +218,14 @@ def test_two_rounds_with_riders_in_memory(ranks: int) -> None:
 def test_groups_are_encoded_in_layout_order_whatever_comes_first() -> None:
     tensors = [describe(name, tensor) for name, tensor in _empty().items()]
     layout = build([[tensor] for tensor in tensors], Union(0.1), min_elements=100)
-    runner = Runner(thinwire.LocalWorld(2), layout)
+    executor = Executor(thinwire.LocalWorld(2), layout)
     expected = [f"{group.name} of rank {rank}" for group in layout.groups if group.codec != "dense" for rank in (0, 1)]
     for order in (list(SHAPES), list(reversed(SHAPES)), sorted(SHAPES, key=lambda name: hash(SHAPES[name]))):
         del ORDER[:]
         given = gradients(SHAPES, 2, "normal", 5)
         ended: list[BaseException | None] = []
         for name in order:
-            runner.submit((name,), [tensors[name].view(-1) for tensors in given], ended.append)
+            executor.submit((name,), [tensors[name].view(-1) for tensors in given], ended.append)
         assert ended == [None] * len(SHAPES)
         assert expected == ORDER
 
@@ -252,23 +252,23 @@ def test_more_rounds_than_declared_are_refused() -> None:
 
 
 def _addresses(exchange: thinwire.Exchange, codec_state: bool) -> dict[str, int]:
-    assert exchange.runner is not None
+    assert exchange.executor is not None
     places: dict[str, int] = {}
-    for member, assembly in zip(exchange.runner.members, exchange.runner._assemblies, strict=True):
-        for run_ in member.groups:
+    for rank_state, packer in zip(exchange.executor.rank_states, exchange.executor._packers, strict=True):
+        for run_ in rank_state.groups:
             places |= {
-                f"{member.rank} {run_.info.name} outgoing": run_.outgoing.data_ptr(),
-                f"{member.rank} {run_.info.name} incoming": run_.incoming.data_ptr(),
+                f"{rank_state.rank} {run_.info.name} outgoing": run_.way.outgoing.data_ptr(),
+                f"{rank_state.rank} {run_.info.name} incoming": run_.way.incoming.data_ptr(),
             }
-            for name, value in vars(run_.state).items() if codec_state else ():
+            for name, value in vars(run_.way.state).items() if codec_state else ():
                 if isinstance(value, np.ndarray):
-                    places[f"{member.rank} {run_.info.name} {name}"] = value.ctypes.data
+                    places[f"{rank_state.rank} {run_.info.name} {name}"] = value.ctypes.data
         for kind, tensors in (
-            ("residual", member.residuals.flat),
-            ("riders", assembly.riders),
-            ("scratch", list(assembly._scratch.values())),
+            ("residual", rank_state.residuals.flat),
+            ("riders", packer.riders),
+            ("scratch", list(packer._scratch.values())),
         ):
-            places |= {f"{member.rank} {kind} {i}": tensor.data_ptr() for i, tensor in enumerate(tensors)}
+            places |= {f"{rank_state.rank} {kind} {i}": tensor.data_ptr() for i, tensor in enumerate(tensors)}
     return places
 
 
@@ -351,7 +351,7 @@ def test_statistics_count_what_travels() -> None:
 
 def test_texts_of_codecs_in_layouts() -> None:
     exchange = thinwire.Exchange(_empty(), parse("topk(density=0.1)"), thinwire.LocalWorld(1), exclude="c", **OPTIONS)
-    assert exchange.runner is not None
-    codecs = {slot.name: group.codec for group in exchange.runner.layout.groups for slot in group.slots}
+    assert exchange.executor is not None
+    codecs = {slot.name: group.codec for group in exchange.executor.layout.groups for slot in group.slots}
     assert codecs["c"] == "dense"
     assert codecs["a"] == "topk(density=0.1)"

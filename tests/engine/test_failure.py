@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +17,8 @@ import thinwire
 from tests.models import batch, digest, train, wrapped
 from tests.ranks import outcomes, run
 from thinwire.codecs import CodecState, Message, register
+from thinwire.engine import scheduler
+from thinwire.engine.scheduler import Timing
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,8 @@ def _codec_fails() -> str:
     ddp = wrapped()
     wire = thinwire.attach(ddp, Faulty(0.05), min_elements=100)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    begun = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         train(ddp, optimizer, range(20))
-    assert time.monotonic() - begun < 30
     assert wire.error is not None
     for thread in threading.enumerate():
         if thread.name == "thinwire":
@@ -59,6 +59,7 @@ def test_codec_that_raises_on_one_rank() -> None:
     assert "in encode" in texts[1], "the rank with the defect sees its own traceback"
     for rank in (0, 2):
         assert "group 0, step 3, all-gather of round 1" in texts[rank], texts[rank]
+        assert not re.search(r"(?i)time(d )?out", texts[rank]), "they were told, and did not wait for a timeout"
 
 
 def _lose_a_rank() -> str:
@@ -76,7 +77,7 @@ def _lose_a_rank() -> str:
 
 
 def test_a_rank_that_is_killed() -> None:
-    ended = outcomes(3, _lose_a_rank, gloo=20.0)
+    ended = outcomes(3, _lose_a_rank)
     assert ended[1] == ("exit", -signal.SIGKILL)
     for rank in (0, 2):
         kind, text = ended[rank]
@@ -114,14 +115,21 @@ def test_two_models_that_become_ready_in_different_order() -> None:
 
 
 def _straggler() -> list[float]:
-    ddp = wrapped()
-    wire = thinwire.attach(ddp, "topk(density=0.05)", min_elements=100)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    train(ddp, optimizer, range(10), spoil=lambda step: time.sleep(0.05 if dist.get_rank() == 1 else 0.0))
-    return [stats["wire_seconds"] for stats in wire.stats_of_all_ranks()]
+    """Exchanges on a clock that stands still, and then what it would have shown if rank 1 had come a second late."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "perf_counter", lambda: 0.0)
+        ddp = wrapped()
+        wire = thinwire.attach(ddp, "topk(density=0.05)", min_elements=100)
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(10))
+        assert wire.executor is not None
+        waited = 0.25 if dist.get_rank() == 1 else 1.25
+        timing = Timing(0, 0.0, [("encode", 0.0, 1.0), ("all-gather of round 1", 1.0, 1.0 + waited)])
+        wire.executor.statistics.add(wire.executor.rank_states[0], [timing])
+        found = wire.stats_of_all_ranks()
+        assert [stats["rank"] for stats in found] == [0, 1, 2]
+        assert all(stats["steps"] == found[0]["steps"] for stats in found)
+        return [stats["wire_seconds"] * stats["steps"] for stats in found]
 
 
 def test_a_straggler_shows_in_the_waits() -> None:
-    waits = run(3, _straggler)[0]
-    assert min(waits) == waits[1]
-    assert waits[1] < 0.5 * min(waits[0], waits[2])
+    assert run(3, _straggler) == [pytest.approx([1.25, 0.25, 1.25])] * 3

@@ -8,8 +8,8 @@ from torch import nn
 
 import thinwire
 from thinwire.codecs import Codec
-from thinwire.engine.assembly import Assembly
 from thinwire.engine.layout import Exclude, Layout, TensorInfo, build, describe, excludes, kinds_of
+from thinwire.engine.packing import Packer
 from thinwire.errors import CodecTextError, ExchangeError
 
 TOPK = thinwire.TopK(0.01)
@@ -186,7 +186,7 @@ def test_groups_are_the_same_however_the_tensors_arrive(codec: Codec, pieces: li
         name: torch.arange(size, dtype=torch.float32) + 100 * place + 1
         for place, (name, size) in enumerate(zip(NAMES, SIZES, strict=True))
     }
-    assembly = Assembly(layout)
+    assembly = Packer(layout)
     for _ in range(2):
         buffers = [torch.cat([values[name] for name in names]) for names in pieces]
         complete = []
@@ -209,14 +209,14 @@ def test_groups_are_the_same_however_the_tensors_arrive(codec: Codec, pieces: li
 
 
 def test_a_whole_group_is_not_copied() -> None:
-    assembly = Assembly(build([[tensor("a", 20), tensor("b", 30)]], TOPK, min_elements=10))
+    assembly = Packer(build([[tensor("a", 20), tensor("b", 30)]], TOPK, min_elements=10))
     buffer = torch.ones(50)
     assembly.arrive(("a", "b"), buffer)
     assert assembly.gradient(0).data_ptr() == buffer.data_ptr()
 
 
 def test_what_does_not_fit_the_layout_is_refused() -> None:
-    assembly = Assembly(build([[tensor("a", 20)]], TOPK, min_elements=10))
+    assembly = Packer(build([[tensor("a", 20)]], TOPK, min_elements=10))
     with pytest.raises(ExchangeError, match="'z' is not in the layout"):
         assembly.arrive(("z",), torch.zeros(20))
     with pytest.raises(ExchangeError, match="21 elements where its tensors have 20"):

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 import thinwire
 from tests.models import batch, digest, wrapped
 from tests.ranks import run
+from tests.support.profiles import tries
 from thinwire.codecs import CODECS, Codec, CodecState, Estimate, GroupInfo, Sum, parse, register
 from thinwire.codecs.base import Steps
+from thinwire.engine.executor import Executor
 from thinwire.engine.layout import TensorInfo, build
-from thinwire.engine.runner import Runner
+from thinwire.engine.rank_state import Safety
 from thinwire.kernels.cpu.basic import TILE
 
 NAN, INF = float("nan"), float("inf")
@@ -151,8 +153,8 @@ def residuals(wire: thinwire.Wire) -> dict[str, Tensor]:
 
 def neighbours(wire: thinwire.Wire, name: str) -> set[str]:
     """The compressed tensors in the group of this one."""
-    assert wire.runner is not None
-    groups = [{slot.name for slot in group.slots if slot.role == "coded"} for group in wire.runner.layout.groups]
+    assert wire.executor is not None
+    groups = [{slot.name for slot in group.slots if slot.role == "coded"} for group in wire.executor.layout.groups]
     return next(group for group in groups if name in group)
 
 
@@ -320,7 +322,7 @@ class Local:
         buckets = [[TensorInfo(name, shape, dtype, kinds[len(shape)]) for name, shape in bucket] for bucket in SHAPES]
         self.layout = build(buckets, parse(codec), min_elements=64)
         world = thinwire.LocalWorld(WORLD)
-        self.runner = Runner(world, self.layout, protected=protected, tests_results=True)
+        self.executor = Executor(world, self.layout, safety=Safety(protected=protected, tests_results=True))
         self.buckets = buckets
         self.dtype = getattr(torch, dtype)
 
@@ -336,14 +338,14 @@ class Local:
 
     def step(self, gradients: Sequence[dict[str, Tensor]], scale: float = 1.0) -> list[dict[str, Tensor]]:
         """The means, by rank and tensor."""
-        for member in self.runner.members:
-            member.scale = scale
+        for rank_state in self.executor.rank_states:
+            rank_state.scale = scale
         results: list[dict[str, Tensor]] = [{} for _ in range(WORLD)]
         errors: list[BaseException | None] = []
         for bucket in self.buckets:
             names = tuple(tensor.name for tensor in bucket)
             buffers = [torch.cat([mine[name] for name in names]) for mine in gradients]
-            self.runner.submit(names, buffers, errors.append)
+            self.executor.submit(names, buffers, errors.append)
             for result, buffer in zip(results, buffers, strict=True):
                 result |= dict(zip(names, buffer.split([tensor.elements for tensor in bucket]), strict=True))
         assert errors == [None] * len(self.buckets)
@@ -354,25 +356,25 @@ class Local:
 
     def residuals(self) -> list[dict[str, Tensor]]:
         return [
-            {name: residual.reshape(-1).clone() for name, residual in member.residuals.named()}
-            for member in self.runner.members
+            {name: residual.reshape(-1).clone() for name, residual in rank_state.residuals.named()}
+            for rank_state in self.executor.rank_states
         ]
 
     def learnt(self) -> list[Any]:
         """What a step that counts may move: what codecs save, capacities."""
         return [
             (
-                {name: copy.deepcopy(_tensor(getattr(group.state, name))) for name in group.state.saved},
-                group.capacity.value if group.capacity else 0,
-                list(group.capacity.recent) if group.capacity else [],
+                {name: copy.deepcopy(_tensor(getattr(group.way.state, name))) for name in group.way.state.saved},
+                group.way.capacity.value if group.way.capacity else 0,
+                list(group.way.capacity.recent) if group.way.capacity else [],
             )
-            for member in self.runner.members
-            for group in member.groups
+            for rank_state in self.executor.rank_states
+            for group in rank_state.groups
         ]
 
     @property
     def skipped_last_step(self) -> bool:
-        (off,) = {member.last_off for member in self.runner.members}
+        (off,) = {rank_state.last_void for rank_state in self.executor.rank_states}
         return off
 
     def places(self) -> Iterator[tuple[str, str, int]]:
@@ -401,7 +403,7 @@ spoils = st.lists(
 
 @pytest.mark.parametrize("protected", [False, True])
 @pytest.mark.parametrize("codec", VARIANTS)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=tries(8), suppress_health_check=[HealthCheck.too_slow])
 @given(spoil=spoils, seed=st.integers(0, 2**32), warm=st.integers(0, 4), again=st.booleans())
 def test_a_void_step_leaves_nothing_behind(
     codec: str, protected: bool, spoil: list[tuple[int, str, float, float]], seed: int, warm: int, again: bool
@@ -446,7 +448,7 @@ def test_a_void_step_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("codec", VARIANTS)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=tries(6), suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
     share=st.sampled_from([1e-4, 0.01, 1.0]),

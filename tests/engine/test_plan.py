@@ -16,8 +16,8 @@ from tests.codecs.laws import Tensors, gradients
 from tests.models import batch, digest, mlp, train, wrapped
 from tests.plans import plan_of
 from tests.ranks import run
+from thinwire.ddp.wrap import bucket_caps, falling_caps, wrap
 from thinwire.errors import AttachError, PlanError, StateError
-from thinwire.frontends.wrap import bucket_caps, falling_caps, wrap
 from thinwire.planner.plan import Plan
 
 SHAPES = {"a": (30, 41), "b": (7,), "c": (50, 53), "d": (6, 5, 3, 3), "e": (9,), "f": (40, 30)}
@@ -47,14 +47,14 @@ def _exchange(groups: list[Any], ranks: int = 2, each: int = 1, **options: Any) 
 
 def _left(exchange: thinwire.Exchange) -> Tensors:
     """What all ranks together have not sent yet, carried parts included."""
-    assert exchange.runner is not None
+    assert exchange.executor is not None
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    for member in exchange.runner.members:
-        for name, residual in member.residuals.named():
+    for rank_state in exchange.executor.rank_states:
+        for name, residual in rank_state.residuals.named():
             total[name] += residual.double()
-        for group in member.groups:
-            for p in group.info.parameters if group.carry is not None else ():
-                total[p.name] += group.carry[p.offset : p.offset + p.elements].view(p.shape).double()
+        for group in rank_state.groups:
+            for p in group.info.parameters if group.inherited is not None else ():
+                total[p.name] += group.inherited[p.offset : p.offset + p.elements].view(p.shape).double()
     return total
 
 
@@ -85,9 +85,9 @@ def test_nothing_is_lost_and_replicas_are_equal(groups: list[Any], ranks: int, e
 
 def test_groups_follow_the_plan() -> None:
     exchange = _exchange(MIXED)
-    assert exchange.runner is not None
+    assert exchange.executor is not None
     cut = {}
-    for group in exchange.runner.layout.groups:
+    for group in exchange.executor.layout.groups:
         for slot in group.slots:
             cut.setdefault(slot.name, []).append((group.codec, slot.role))
     assert cut["e"] == [("micro(density=0.05)", "ride")]
@@ -95,13 +95,13 @@ def test_groups_follow_the_plan() -> None:
     assert cut["b"] == [("topk(density=0.1)", "elsewhere"), ("dense", "coded")]
     assert cut["a"] == [("int8(block=100)", "coded")]
     # Sent in the order in which the last tensor of each comes: a, then c, d (with b), f (with e).
-    order = [group.codec for group in exchange.runner.layout.groups]
+    order = [group.codec for group in exchange.executor.layout.groups]
     assert order == ["int8(block=100)", "dense", "topk(density=0.1)", "micro(density=0.05)", "dense"]
 
 
 def test_a_void_step_is_void_in_every_codec() -> None:
     exchange = _exchange(MIXED, 2)
-    assert exchange.runner is not None
+    assert exchange.executor is not None
     for step in range(3):
         exchange.reduce_(gradients(SHAPES, 2, "normal", step))
     before = _left(exchange)
@@ -148,8 +148,8 @@ def test_states_of_another_plan_are_converted_and_nothing_is_lost() -> None:
     state, before = exchange.state_dict(), _left(exchange)
     same = _exchange(MIXED, 2)
     same.load_state_dict(state)
-    for one, other in zip(exchange.runner.members, same.runner.members, strict=True):
-        assert all(torch.equal(value, other.left()[name]) for name, value in one.left().items())
+    for one, other in zip(exchange.executor.rank_states, same.executor.rank_states, strict=True):
+        assert all(torch.equal(value, other.unsent()[name]) for name, value in one.unsent().items())
     _check_steps(same, range(3, 5))
     dense = [(names, "dense" if "d" in names else text) for names, text in MIXED]
     single = thinwire.Exchange(_empty(), "topk(density=0.1)", thinwire.LocalWorld(2), min_elements=50)
@@ -254,7 +254,7 @@ def _dense_plan() -> tuple[str, str, int]:
         train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(5))
         ends.append(digest(ddp))
         if wire is not None:
-            assert wire.direct
+            assert wire.strategy.direct
             dense = wire.dense_steps
     return ends[0], ends[1], dense
 
@@ -278,9 +278,9 @@ def _wrap(groups: list[Any], view: bool) -> tuple[list[list[str]], list[str], st
     plan = _plan(model, groups)
     ddp, wire = wrap(model, plan, min_elements=100, gradient_as_bucket_view=view)
     losses = train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.5), range(40))
-    assert wire.runner is not None
-    seen = [list(names) for names in wire._seen]
-    return seen, [g.codec for g in wire.runner.layout.groups], digest(ddp), losses[-1] / losses[0]
+    assert wire.executor is not None
+    seen = [list(names) for names in wire.session.seen]
+    return seen, [g.codec for g in wire.executor.layout.groups], digest(ddp), losses[-1] / losses[0]
 
 
 @pytest.mark.parametrize("view", [True, False])
@@ -418,8 +418,8 @@ def _late(steps: int) -> tuple[int, str, Tensor]:
     wire = thinwire.attach(ddp, _plan(ddp.module, LAYERS), min_elements=100)
     train(ddp, optimizer, range(steps, steps + 4))
     wire.change("topk(density=0.05)")
-    assert wire.runner is not None
-    assert len(wire.runner.layout.groups) == len(wire._seen) + 1  # buckets again, not groups of the plan
+    assert wire.executor is not None
+    assert len(wire.executor.layout.groups) == len(wire.session.seen) + 1  # buckets again, not groups of the plan
     train(ddp, optimizer, range(steps + 4, steps + 8))
     return wire.dense_steps, digest(ddp), batch(0, 0)[0]
 

@@ -67,7 +67,7 @@ def _scaled_by(codec: str) -> None:
     with pytest.raises(AttachError, match="the ranks disagree: scaler"):
         wire.scaled_by(torch.amp.GradScaler("cpu", enabled=dist.get_rank() == 0))
     wire.scaled_by(torch.amp.GradScaler("cpu", enabled=False))
-    assert not wire._protected
+    assert not wire.session.safety.protected
 
 
 @pytest.mark.parametrize("codec", CODECS)

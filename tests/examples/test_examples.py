@@ -74,7 +74,7 @@ def _run(tmp_path: Path, ranks: int, *words: str) -> str:
 
 
 def test_mnist_example(tmp_path: Path) -> None:
-    said = _run(tmp_path, 2, "mnist.py", "--epochs", "2", "--codec", "adacomp")
+    said = _run(tmp_path, 2, "mnist.py", "--epochs", "1", "--codec", "adacomp")
     assert float(said.split("accuracy ")[-1].split(",")[0]) > 0.9
 
 
@@ -84,7 +84,7 @@ def test_cifar_example(tmp_path: Path) -> None:
 
 
 def test_gpt_example(tmp_path: Path) -> None:
-    said = _run(tmp_path, 2, "gpt.py", "--steps", "60", "--journal", str(tmp_path / "run"))
+    said = _run(tmp_path, 2, "gpt.py", "--steps", "30", "--journal", str(tmp_path / "run"))
     losses = [float(line.split(": ")[1].split(" nats")[0]) for line in said.splitlines()]
     assert losses[-1] < losses[0]
     assert len(list((tmp_path / "run").glob("*.jsonl"))) == 2

@@ -22,6 +22,14 @@ def pick(random: Random, choices: list[Any]) -> Any:
     return choices[int(random.integers(len(choices)))]
 
 
+class Escaped(AssertionError):
+    """Something else than a named error came of `given`."""
+
+    def __init__(self, message: str, given: object) -> None:
+        super().__init__(message)
+        self.given = given
+
+
 # -- bytes, in place ---------------------------------------------------------------------------------------------------
 
 

@@ -86,13 +86,10 @@ class Target:
         if isinstance(codec, MiCRO):
             return {"read": lambda messages: codec._read(messages, state)}  # type: ignore[arg-type]
         assert isinstance(codec, GatheredCodec)
-        ways: dict[str, Callable[[Sequence[Tensor]], object]] = {
+        return {
             "write": lambda messages: codec.write(messages, self.out, 1.0 / RANKS, state),
             "decode": lambda messages: codec.decode(messages, self.out, 1.0, state),
         }
-        if type(codec).aggregate is not GatheredCodec.aggregate:
-            ways["aggregate"] = lambda messages: codec.aggregate(messages, state)
-        return ways
 
     def intact(self) -> bool:
         around = torch.cat([self.everything[:GUARD], self.everything[-GUARD:]])
@@ -121,6 +118,7 @@ def storm(seed: int, count: int) -> Counter[str]:
             except MessageError as error:
                 outcomes[type(error).__name__] += 1
             except Exception as error:
-                raise AssertionError(f"{target.codec} of {target.group.name!r}, {way}, {done}: {error!r}") from error
+                text = f"{target.codec} of {target.group.name!r}, {way}, {done}: {error!r}"
+                raise attacks.Escaped(text, messages) from error
         assert target.intact(), f"{target.codec} of {target.group.name!r}, {done}: written out of bounds"
     return outcomes

@@ -13,9 +13,10 @@ from torch import Tensor
 import thinwire
 from tests.hostile import attacks
 from thinwire.codecs import CODECS
+from thinwire.comm.collectives import Collective, Pending
+from thinwire.comm.world import LocalWorld
+from thinwire.engine.lifecycle import Lifecycle
 from thinwire.errors import ExchangeError, ThinwireError
-from thinwire.schemes.collective import Collective, Pending
-from thinwire.schemes.world import LocalWorld
 
 SHAPES = {"kernel": (6, 5, 3, 3), "matrix": (40, 30), "between": (3,), "vector": (700,)}
 MEANT = ("gather", "all to all", "collect", "broadcast")
@@ -79,8 +80,8 @@ def storm(text: str, seed: int, count: int) -> Counter[str]:
     random = np.random.default_rng(seed)
     world = HostileWorld(4, 2, random)
     exchange = thinwire.Exchange(_tensors(random), text, world, min_elements=8)
-    assert exchange.runner is not None
-    layout, outcomes = exchange.runner.layout, Counter[str]()
+    assert exchange.executor is not None
+    layout, outcomes = exchange.executor.layout, Counter[str]()
     honest = 0
     while len(world.attacks) < count:
         before = len(world.attacks)
@@ -102,15 +103,19 @@ def storm(text: str, seed: int, count: int) -> Counter[str]:
             outcomes["disagreement"] += len(world.attacks) - before
             honest = 0
         if not honest:
-            exchange.runner = None  # closed by the error
-            exchange.freeze(layout)
+            session = exchange.session
+            session.executor = None  # closed by the error
+            session.lifecycle = Lifecycle()
+            session.use(session.make(layout))
             continue
         outcomes["valid" if not exchange.skipped_last_step else "void"] += len(world.attacks) - before
-        for member in exchange.runner.members:
-            for name, residual in member.residuals.named():
+        for rank_state in exchange.executor.rank_states:
+            for name, residual in rank_state.residuals.named():
                 if not bool(torch.isfinite(residual).all()):
                     raise AssertionError(f"{text}: {world.attacks[before:]} leave {name} not finite")
-            assert member.bytes < 4_000_000, f"{text}: {world.attacks[before:]} make it take {member.bytes} bytes"
+            assert rank_state.bytes < 4_000_000, (
+                f"{text}: {world.attacks[before:]} make it take {rank_state.bytes} bytes"
+            )
     return outcomes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from collections import Counter
@@ -13,24 +14,30 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import thinwire
 from tests.hostile import attacks
 from tests.planner import examples, test_files, test_published
+from thinwire.chains import tree
+from thinwire.chains.chain import choose
+from thinwire.engine import journal
 from thinwire.errors import ExchangeError, StateError, ThinwireError
-from thinwire.frontends import stream_state
-from thinwire.frontends.stream_state import Meta
+from thinwire.experimental import stream_state
+from thinwire.experimental.stream_state import Meta
 from thinwire.lab import bench_step
 from thinwire.lab.leftovers import Record
-from thinwire.lab.methods import updates_of
+from thinwire.lab.method_spec import parse_updates
 from thinwire.lab.netns import parse_rate
 from thinwire.planner.network import parse_bytes_per_second
 from thinwire.planner.plan import Plan
 from thinwire.planner.profile import Profile
 from thinwire.planner.published import Published
-from thinwire.schemes import tree
-from thinwire.schemes.chain import choose
+from thinwire.report import page
+from thinwire.report.runs import Run, load
+from thinwire.report.terminal import frame
+from thinwire.report.trace import chrome
 
 SHAPES = {"weight": (30, 20), "bias": (20,), "other": (700,)}
 
@@ -66,7 +73,7 @@ def readers(folder: Path) -> list[Reader]:
         Reader("codec with chain", ["topk(0.1) via B", "int8 via J"], attacks.spoil_text, choose),
         Reader("chain", [*tree.NAMED, *tree.NAMED.values()], attacks.spoil_text, tree.parse),
         Reader("rate", ["100mbit", "2.5gbit", "none"], attacks.spoil_text, parse_rate),
-        Reader("method", ["updates(randomblock(ratio=64), 0.3, period=8)"], attacks.spoil_text, updates_of),
+        Reader("method", ["updates(randomblock(ratio=64), 0.3, period=8)"], attacks.spoil_text, parse_updates),
         Reader("bench methods", ["none,fp32@4,topk(density=0.1)"], attacks.spoil_text, _check_methods),
         Reader(
             "record of a cluster", [b'{"nodes": 2, "rate": "1gbit"}'], attacks.spoil_file, _file(folder, Record.read)
@@ -77,6 +84,8 @@ def readers(folder: Path) -> list[Reader]:
         Reader("plan", [_plan()], attacks.spoil_json_file, _file(folder, Plan.load)),
         Reader("profile", [_profile()], attacks.spoil_json_file, _file(folder, Profile.load)),
         Reader("published profiles", [_published()], attacks.spoil_json_file, _file(folder, _look_at_published)),
+        Reader("journal", [journal_lines()], _spoil_lines, _file(folder, look_at_run, "run.jsonl")),
+        Reader("results", [bench_results()], attacks.spoil_json_file, _file(folder, look_at_run, "results.json")),
         Reader("rate of a network", ["100gbit", "300gbyte/s"], attacks.spoil_text, parse_bytes_per_second),
         Reader("text of local updates", [point], _text_of("rank0.updates"), updates.load_state_dict),
         Reader("tensors of local updates", [point], _spoil_entries, updates.load_state_dict),
@@ -100,7 +109,7 @@ def storm(folder: Path, seed: int, count: int) -> Counter[tuple[str, str]]:
             outcomes[reader.name, type(error).__name__] += 1
             str(error).encode()  # it can be shown
         except Exception as error:
-            raise AssertionError(f"{reader.name}: {given!r:.2000} ends in {error!r:.500}") from error
+            raise attacks.Escaped(f"{reader.name}: {given!r:.2000} ends in {error!r:.500}", given) from error
     return outcomes
 
 
@@ -220,6 +229,56 @@ def _quantized(value: Tensor) -> Tensor:
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
+def journal_lines() -> bytes:
+    """One line of each kind, and steps enough for a page."""
+    groups = (
+        journal.GroupLine("group 0", "topk(density=0.01)", "", 1000, ("a", "b"), "float32", 80.0),
+        journal.GroupLine("group 1", "dense", "", 10, ("c",), "float32", 40.0),
+    )
+    each = (journal.GroupStep(0.001, 0.002, 0.001, 80, 10), journal.GroupStep(0.0, 0.001, 0.0, 40, 0))
+    spans = (
+        journal.Span("job", "backward", -1, 0.001, 0.01),
+        journal.Span("thread", "encode", 0, 0.004, 0.005),
+        journal.Span("wire", "all-gather", 0, 0.005, 0.009),
+    )
+    arrivals = (journal.Arrival(0.004, 2, "a", (0,)), journal.Arrival(0.009, 1, "c", (1,)))
+    lines: list[journal.Line] = [
+        journal.Start(journal.VERSION, 1.5e9, 0, 2, "topk(density=0.01)", "0.1", "2", "host", 1),
+        journal.Layout(1, 1.5e9, "topk(density=0.01)", groups, test_files.plan()),
+        *(
+            journal.Step(
+                n, 1.5e9 + n, 0.02, 0.015, 0.005, 0.001, 0.003, 0.001, 120, 0.01, 0.01, 3.5, n == 4, groups=each
+            )
+            for n in range(2, 9)
+        ),
+        journal.Event(4, 1.5e9, "skipped", "not finite"),
+        journal.Note(5, 1.5e9, {"loss": 2.5}),
+        journal.Trace(6, 1.5e9, 0.02, spans, arrivals, "layout", 7.5),
+    ]
+    return b"".join(journal.encode(line) + b"\n" for line in lines)
+
+
+def bench_results() -> bytes:
+    rows = [{"method": "topk", "rate": "1gbit", "seconds": 0.25, "density": 0.01}]
+    return json.dumps({"command": "bench step", "rows": rows, "machine": {"cores": 2}}).encode()
+
+
+def look_at_run(path: Path) -> None:
+    """What was accepted can be shown: as a page, as a trace, in a terminal."""
+    found = load(path)
+    page.page([found])
+    if isinstance(found, Run):
+        json.dumps(chrome(found), allow_nan=False)
+        Console(file=io.StringIO()).print(frame(found, 12))
+
+
+def _spoil_lines(random: np.random.Generator, content: bytes) -> bytes:
+    lines = content.splitlines()
+    at = int(random.integers(len(lines)))
+    lines[at] = attacks.spoil_json_file(random, lines[at]).replace(b"\n", b" ")
+    return b"\n".join(lines) + b"\n"
+
+
 def _profile() -> bytes:
     return msgspec.json.encode(examples.profile())
 
@@ -244,11 +303,11 @@ def _check_methods(text: str) -> None:
     bench_step.check(bench_step.Options(workload="gpt-small", methods=tuple(bench_step.split(text))))
 
 
-def _file(folder: Path, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+def _file(folder: Path, read: Callable[[Path], object], name: str = "tw1.2.3") -> Callable[[bytes], object]:
     """A reader of paths, given content."""
 
     def from_content(content: bytes) -> object:
-        path = folder / "tw1.2.3"
+        path = folder / name
         path.write_bytes(content)
         return read(path)
 

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 import thinwire
 from tests.hostile import attacks, decoders, exchanges, readers
+from tests.support.profiles import tries
+from thinwire.chains.chain import choose
 from thinwire.cli.app import app
 from thinwire.errors import CodecTextError, MessageCount, MessageError, ThinwireError
-from thinwire.schemes.chain import choose
 
 NAMES = {error.__name__ for error in MessageError.__subclasses__()}
 
@@ -68,7 +69,7 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(300))
 @given(st.one_of(st.text(), st.lists(WORDS, max_size=12).map("".join)))
 @example("topk(density=" + "-" * 5000 + "1)")
 @example("topk(density=Warmup(to=" + "(" * 500 + "0.1" + ")" * 500 + ", steps=3))")

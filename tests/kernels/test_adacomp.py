@@ -6,12 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.profiles import tries
 from thinwire.kernels.cpu import adacomp
 from thinwire.kernels.reference import adacomp as reference
 
 LENGTHS = st.sampled_from([1, 2, 7, 8, 9, 50, 63, 64, 65, 127, 128, 500, 1000, 4096, 5000, 16383])
 LARGEST = float(np.finfo(np.float32).max)
-unhurried = settings(deadline=None, max_examples=60)  # the first call of a kernel compiles it
+unhurried = settings(max_examples=tries(60))  # the first call of a kernel compiles it
 
 
 class Sent:
@@ -221,7 +222,7 @@ def test_pieces_of_whole_tiles_give_the_same_bits(data: st.DataObject) -> None:
     assert same_bits(whole.tile_scales, np.concatenate([piece.tile_scales for piece in pieces]))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=tries(300))
 @given(st.data())
 def test_hostile_words_are_refused_like_the_reference_does(data: st.DataObject) -> None:
     length = data.draw(LENGTHS)

@@ -115,8 +115,8 @@ def _train(count: int, codec: str) -> torch.Tensor:
         ]
         exchange.reduce_(gradients)
         results += [gradients[0]["a"].flatten(), gradients[0]["b"].flatten()]
-    assert exchange.runner is not None
-    results += [flat for member in exchange.runner.members for flat in member.residuals.flat]
+    assert exchange.executor is not None
+    results += [flat for rank_state in exchange.executor.rank_states for flat in rank_state.residuals.flat]
     return torch.cat(results)
 
 

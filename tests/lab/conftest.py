@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from thinwire.lab import Cluster, LabError
+from thinwire.lab.cluster import Mode
 from thinwire.lab.leftovers import directories, processes
 from thinwire.lab.netns import list_namespaces
 
+EVERY_MODE: tuple[Mode, ...] = ("root", "rootless")
 SOURCE = Path(__file__).parents[2] / "src"
 
 # `import thinwire` loads torch, which takes seconds, and the lab does not need it.
@@ -22,6 +25,9 @@ import signal, sys, types
 package = types.ModuleType("thinwire")
 package.__path__ = [{str(SOURCE / "thinwire")!r}]
 sys.modules["thinwire"] = package
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that they are ignored
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 """
 
 # A program with a cluster and a job on it, whose ranks have children, one of them in a session of its own.
@@ -46,26 +52,35 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
 
 
-def _impossible(mode: str) -> str:
+@functools.cache
+def _impossible(mode: Mode) -> str:
     try:
-        with Cluster(1, rate="1gbit", mode=mode):  # type: ignore[arg-type]
+        with Cluster(1, rate="1gbit", mode=mode):
             return ""
     except LabError as error:
         return str(error)
 
 
-_why = {mode: _impossible(mode) for mode in ("root", "rootless")}
-MODES = [
-    pytest.param(mode, marks=pytest.mark.skipif(bool(why), reason=f"no {mode} cluster here: {why}"))
-    for mode, why in _why.items()
-]
-ANY_MODE = next((mode for mode, why in _why.items() if not why), None)
-needs_namespaces = pytest.mark.skipif(ANY_MODE is None, reason=f"no network namespaces here: {_why}")
+@functools.cache
+def any_mode() -> Mode | None:
+    """A mode in which there are clusters with namespaces here; found out when it is first asked for."""
+    return next((mode for mode in EVERY_MODE if not _impossible(mode)), None)
+
+
+def why_none(mode: Mode | None = None) -> str:
+    """Why there are no clusters with namespaces here; empty where there are."""
+    if mode is not None:
+        return (why := _impossible(mode)) and f"no {mode} cluster here: {why}"
+    return "" if any_mode() else f"no network namespaces here: { ({mode: _impossible(mode) for mode in EVERY_MODE}) }"
+
+
+MODES = [pytest.param(mode, marks=pytest.mark.namespaces(mode)) for mode in EVERY_MODE]
+needs_namespaces = pytest.mark.namespaces  # skipped by tests/conftest.py where there are none
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with Cluster(2, rate="1gbit", mode=ANY_MODE) as made:  # type: ignore[arg-type]
+    with Cluster(2, rate="1gbit", mode=any_mode()) as made:
         yield made
 
 

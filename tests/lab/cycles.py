@@ -16,7 +16,7 @@ import time
 
 from thinwire.lab.leftovers import records
 
-from .conftest import ANY_MODE, OWNER, host_state, left_of, thinwire_lab
+from .conftest import OWNER, any_mode, host_state, left_of, thinwire_lab
 
 
 def cycle(kill_after: float | None, mode: str) -> set[str]:
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cycles", type=int, default=50)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--mode", default=ANY_MODE)
+    parser.add_argument("--mode", default=any_mode())
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as runtime:

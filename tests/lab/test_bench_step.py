@@ -12,7 +12,7 @@ from thinwire.cli.app import app
 from thinwire.feedback import Detached
 from thinwire.lab import LabError
 from thinwire.lab.bench_step import METHODS, Options, Visit, check, interval, ratio_interval, split
-from thinwire.lab.methods import Updates, updates_of
+from thinwire.lab.method_spec import UpdatesSpec, parse_updates
 from thinwire.lab.step_worker import make
 from thinwire.lab.workloads import load
 
@@ -30,23 +30,12 @@ def test_a_run_has_a_row_for_every_method_and_its_bytes_are_those_of_the_interfa
     methods = ["none", "noop", "fp32", "micro(density=0.01)", "laplace(density=0.01)@1"]
     methods += ["updates(randomblock(ratio=64), 0.3, period=2)"]
     file = tmp_path / "step.json"
-    command = [
-        "bench",
-        "step",
-        "--workload",
-        "gpt-small",
-        "--rates",
-        "none",
-        "--rounds",
-        "2",
-        "--steps-per-round",
-        "2",
-    ]
+    words = "bench step --workload gpt-small --rates none --rounds 2 --steps-per-round 2 --warm-up 4"
     drawn = tmp_path / "step.svg"
-    command += ["--methods", ",".join(methods), "--json", str(file), "--plot", str(drawn)]
-    result = CliRunner().invoke(app, command)
+    options = ["--methods", ",".join(methods), "--json", str(file), "--plot", str(drawn)]
+    result = CliRunner().invoke(app, [*words.split(), *options])
     assert result.exit_code == 0, result.output
-    for text in (*methods, "seconds a step"):
+    for text in (*methods, "seconds per step"):
         assert f"<!-- {text} -->" in drawn.read_text()
     content = json.loads(file.read_text())
     assert content["command"] == "bench step"
@@ -108,10 +97,10 @@ def test_what_cannot_run_is_refused_before_there_is_a_cluster(options: Options, 
 
 
 def test_the_text_of_local_updates() -> None:
-    assert updates_of("randomblock") is None
-    given = updates_of("updates(randomblock(ratio=64), 'auto', period=8)")
-    assert given == Updates("randomblock(ratio=64)", Detached("auto"), 8)
-    assert updates_of("updates(topk)") == Updates("topk", Detached(0.3), 1)
+    assert parse_updates("randomblock") is None
+    given = parse_updates("updates(randomblock(ratio=64), 'auto', period=8)")
+    assert given == UpdatesSpec("randomblock(ratio=64)", Detached("auto"), 8)
+    assert parse_updates("updates(topk)") == UpdatesSpec("topk", Detached(0.3), 1)
 
 
 def test_all_methods_by_default_are_known() -> None:

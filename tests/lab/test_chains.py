@@ -16,7 +16,7 @@ WORK = f"""
 import json, sys, time
 import torch, torch.distributed as dist
 import thinwire
-from thinwire.lab.farewell import leave
+from thinwire.lab.hard_exit import hard_exit
 from thinwire.lab.step_worker import sent
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -29,12 +29,12 @@ for text in json.loads(sys.argv[1]):
     for _ in range({STEPS}):
         exchange.reduce_({{"weight": gradient.clone()}})
     dist.barrier(); time.sleep(0.2)
-    traffic = exchange.runner.members[0].groups[0].traffic  # of the last step: the first one has larger messages
+    traffic = exchange.executor.rank_states[0].groups[0].way.traffic  # of the last step: the first one has larger messages
     found[text] = [(sent("eth0")[0] - before) / {STEPS}, traffic.get("flat", 0) + traffic.get("inter", 0)]
     exchange.close()
 if dist.get_rank() == 0:
     print("FOUND", json.dumps(found), flush=True)
-leave()
+hard_exit()
 """
 
 

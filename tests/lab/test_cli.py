@@ -61,14 +61,16 @@ def test_errors_are_sentences(words: list[str], said: str) -> None:
 @pytest.mark.parametrize("by", ["interrupt", "lab down"])
 def test_up_stays_until_it_is_asked(by: str, tmp_path: Path) -> None:
     place, end = tmp_path / "up.json", tmp_path / "down.json"
+    # A shell hands down to a job in the background that SIGINT is ignored.
+    program = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + COMMAND
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "up", "--nodes", "2", "--json", str(place)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, "up", "--nodes", "2", "--json", str(place)], stderr=subprocess.PIPE, text=True
     )
     try:
         assert process.stderr is not None
         identity = process.stderr.readline().split()[1].rstrip(":")
         said = ""
-        while "It stays" not in (line := process.stderr.readline()):
+        while "stays up" not in (line := process.stderr.readline()):
             said += line
         assert f"ip netns exec {identity}-n1 bash" in said
         assert left_of(identity)

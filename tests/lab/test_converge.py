@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 import thinwire
 from tests import ranks
 from thinwire.cli.app import app
-from thinwire.lab import LabError, contest, converge, converge_tables, converge_time, tasks
-from thinwire.lab.contest import Exceptions, Method
+from thinwire.lab import LabError, converge, converge_tables, converge_time, tasks, trainers
+from thinwire.lab.trainers import Exclusions, Method
 
 from .conftest import needs_namespaces
 
@@ -113,7 +113,7 @@ def test_it_stops_when_the_time_is_over_and_goes_on(data: Path, tmp_path: Path) 
     words = ["--data", data, "--results", tmp_path, "--steps", 4, "--seeds", 1, "--method", "dense", "--batch-size", 8]
     first = _run(*words, "--limit-seconds", 0)
     assert first.exit_code == 75, first.output
-    assert "the same command goes on" in first.output
+    assert "repeat the command to continue" in first.output
     assert _run(*words).exit_code == 0
 
 
@@ -138,7 +138,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(method: str, data: Path, tmp_pa
 
     outcome = _run(*words, "--results", killed)
     assert outcome.exit_code == 0, outcome.output
-    assert f"goes on after step {done}" in outcome.output
+    assert f"resumes after step {done}" in outcome.output
     assert _run(*words, "--results", whole).exit_code == 0
     contents = [_without_seconds(next(folder.glob("*.json"))) for folder in (killed, whole)]
     assert contents[0] == contents[1]
@@ -159,10 +159,10 @@ def _steps(text: str, folder: str, seed: int, count: int, workers: int, world: A
     task = tasks.load("mnist-cnn", Path(folder), batch=24, steps=count, clip=5.0)
     torch.set_num_threads(1)  # as real ranks have
     # Small tensors would be all-reduced, which gloo does not do in rank order.
-    contestant = contest.make(task, Method.parse(text), seed, workers, world, Exceptions(min_elements=0))
+    contestant = trainers.make(task, Method.parse(text), seed, workers, world, Exclusions(min_elements=0))
     for _ in range(count):
         contestant.step()
-    model = contestant.model if isinstance(contestant, contest.Gradients) else contestant.models[0]  # type: ignore[attr-defined]
+    model = contestant.model if isinstance(contestant, trainers.GradientTrainer) else contestant.models[0]  # type: ignore[attr-defined]
     parameters = [parameter.detach().clone() for parameter in model.parameters()]
     contestant.close()
     return parameters
@@ -203,13 +203,13 @@ def test_the_codec_takes_over_momentum_and_gradients_are_clipped_before_feedback
     task = tasks.load("mnist-cnn", data, batch=8, clip=1e-3, lr=1.0, steps=100)
     recipe = dataclasses.replace(task.recipe, warm_up=0, weight_decay=0.0)
     task = dataclasses.replace(task, recipe=recipe)
-    one = contest.make(task, Method.parse("micro(momentum=0.9)"), 0, 2, thinwire.LocalWorld(2))
+    one = trainers.make(task, Method.parse("micro(momentum=0.9)"), 0, 2, thinwire.LocalWorld(2))
     assert [group["momentum"] for group in one.optimizer.param_groups] == [0.0]
     decay = dataclasses.replace(recipe, weight_decay=1e-4).make([torch.zeros(1)], corrected=0.9).param_groups[0]
     assert decay["weight_decay"] == pytest.approx(1e-3)  # what momentum would have made of it
-    dense = contest.make(task, Method.parse("dense"), 0, 2, thinwire.LocalWorld(2))
+    dense = trainers.make(task, Method.parse("dense"), 0, 2, thinwire.LocalWorld(2))
     assert [group["momentum"] for group in dense.optimizer.param_groups] == [0.9]
-    assert isinstance(dense, contest.Gradients)
+    assert isinstance(dense, trainers.GradientTrainer)
     before = [parameter.detach().clone() for parameter in dense.model.parameters()]
     dense.step()
     moved = sum(float((p.detach() - b).square().sum()) for p, b in zip(dense.model.parameters(), before, strict=True))
@@ -267,18 +267,18 @@ def test_a_run_that_diverges_says_so(data: Path, tmp_path: Path) -> None:
         (["--method", "micro@lr=fast"], "what follows @lr= is a learning rate"),
         (["--method", "updates(0.3)"], "is not understood"),
         (["--workers", "3"], "cannot be shared by 3 workers"),
-        (["--workers", "some"], "not a number of workers"),
-        (["--workers", "0"], "from 1 on"),
+        (["--workers", "some"], "is not a list of numbers"),
+        (["--workers", "0"], "must be at least 1"),
         (["--schedule", "linear"], "choose one of cosine, steps, constant"),
         (["--batch-size", "4000"], "choose 1 to 400"),
-        (["--target", "0.9"], "--target belongs to --rate"),
-        (["--rate", "1gbit"], "--rate asks for the time to a --target"),
+        (["--target", "0.9"], "--target requires --rate"),
+        (["--rate", "1gbit"], "--rate measures the time to a --target"),
         (["--rate", "1gbit", "--target", "97"], "between 0 and 1"),
         (["--rate", "fast", "--target", "0.9"], "'fast' is not understood"),
         (["--rate", "1gbit", "--target", "0.9", "--method", "no-plan.json"], "no-plan.json"),
         (["--epochs", "1", "--steps", "3"], "either --epochs or --steps"),
         (["--lr", "-1"], "--lr must be above 0"),
-        (["--workload", "shakespeare-gpt", "--method", "micro(momentum=0.9)"], "takes the place of SGD's"),
+        (["--workload", "shakespeare-gpt", "--method", "micro(momentum=0.9)"], "applies momentum instead of SGD"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_its_reason(

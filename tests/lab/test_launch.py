@@ -13,7 +13,7 @@ from thinwire.lab import Cluster, Job
 from thinwire.lab.launch import Rank
 from thinwire.lab.leftovers import start_time
 
-from .conftest import ANY_MODE, needs_namespaces
+from .conftest import any_mode, needs_namespaces
 
 
 def quiet(rank: int, line: str) -> None:
@@ -26,7 +26,7 @@ def shell(script: str, ranks: int = 2) -> list[Rank]:
 
 def test_environment() -> None:
     script = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK $NODE_RANK $OMP_NUM_THREADS $EXTRA"
-    mode = ANY_MODE or "loopback"
+    mode = any_mode() or "loopback"
     with Cluster(2, ranks_per_node=2, mode=mode) as cluster:  # type: ignore[arg-type]
         result = cluster.run(["sh", "-c", script], {"EXTRA": "more"}, on_line=quiet)
     assert result.lines == [
@@ -77,8 +77,12 @@ def test_a_killed_rank_has_the_code_of_a_shell() -> None:
 
 
 def test_who_does_not_listen_is_killed() -> None:
-    job = Job(shell("trap '' TERM; echo ready; while :; do sleep 0.1; done"), on_line=quiet, grace=0.3)
-    result = job.wait(1)
+    ready = threading.Semaphore(0)
+    script = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
+    job = Job(shell(script), on_line=lambda rank, line: ready.release(), grace=0.3)
+    for _ in range(2):
+        assert ready.acquire(timeout=30)
+    result = job.wait(0.01)
     assert result.timed_out
     assert (result.code, result.codes) == (124, [137, 137])
     assert not job.running

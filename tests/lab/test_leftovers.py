@@ -13,7 +13,7 @@ import pytest
 from thinwire.lab import Cluster, LabError
 from thinwire.lab.leftovers import Record, directories, processes, records, remove_dead, start_time
 
-from .conftest import ANY_MODE, LIGHT, MODES, Own, left_of, needs_namespaces, thinwire_lab
+from .conftest import LIGHT, MODES, Own, any_mode, left_of, needs_namespaces, thinwire_lab
 from .cycles import cycles
 
 
@@ -48,13 +48,13 @@ def test_down_all_removes_what_a_killed_program_left(own: Own, mode: str) -> Non
 
 @needs_namespaces
 def test_cycles() -> None:
-    assert cycles(count=5, kills=2, mode=str(ANY_MODE))["ended"] == 3
+    assert cycles(count=5, kills=2, mode=str(any_mode()))["ended"] == 3
 
 
 @needs_namespaces
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
-    with Cluster(1, mode=ANY_MODE), Cluster(1, mode="loopback"):  # type: ignore[arg-type]
+    with Cluster(1, mode=any_mode()), Cluster(1, mode="loopback"):
         assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, before[0])
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == before
 
@@ -75,7 +75,7 @@ def test_a_handler_of_the_program_stays() -> None:
 @needs_namespaces
 def test_without_with_the_end_of_the_program_is_enough() -> None:
     script = LIGHT + "from thinwire.lab import Cluster\nc = Cluster(2, mode=sys.argv[1]).up()\nprint(c.id)\n1 / 0\n"
-    done = subprocess.run([sys.executable, "-c", script, str(ANY_MODE)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script, str(any_mode())], capture_output=True, text=True, check=False)
     assert "ZeroDivisionError" in done.stderr
     assert left_of(done.stdout.strip()) == []
 
@@ -117,7 +117,7 @@ def test_strange_files_are_left_alone(tmp_path: Path) -> None:
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     directories()[0].symlink_to(tmp_path / "other")
-    with pytest.raises(LabError, match="belongs to somebody else"):
+    with pytest.raises(LabError, match="belongs to another user"):
         Record.write("tw0", {})
 
 

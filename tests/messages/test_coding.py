@@ -36,9 +36,9 @@ def test_rice_equals_reference(support: tuple[list[int], int], parameter: int) -
     width = (elements - 1).bit_length()
     indices = np.array(places, np.int32)
     right = reference.write_rice(places, parameter, width)
-    bits = cpu.rice_bits(indices, whole(indices), parameter, width)
-    assert bits == reference.rice_bits(places, parameter, width)
-    assert len(right) == -(-bits // 8)
+    best = cpu.rice_parameter(indices, whole(indices), parameter, width)
+    assert best == reference.rice_parameter(places, parameter, width)
+    assert len(right) == -(-reference.rice_bits(places, parameter, width) // 8)
     buffer = np.full(len(right) + 5, 0xA5, np.uint8)
     cpu.write_rice(indices, whole(indices), parameter, width, buffer, 3, 3 + len(right))
     assert buffer[3:-2].tobytes() == right

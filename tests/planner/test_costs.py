@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from tests.planner.test_search import DGC, HALF, SIGN
+from tests.planner.test_searches import DGC, HALF, SIGN
+from thinwire.chains import tree
 from thinwire.errors import PlanError
 from thinwire.planner.costs import durations
 from thinwire.planner.network import Network, parse_bytes_per_second
 from thinwire.planner.options import Menu
-from thinwire.schemes import tree
 
 NETWORK = Network(4, 2, intra=1e9, inter=1e8, intra_latency=1e-6, inter_latency=1e-5)
 N = 2**21

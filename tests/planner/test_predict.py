@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner import examples
+from tests.support.profiles import tries
 from thinwire.errors import PlanError
 from thinwire.planner.plan import PlanGroup
 from thinwire.planner.predict import predict
@@ -131,7 +132,7 @@ def test_what_the_profile_does_not_know_is_named():
         predict(small(), groups(("ab", "sign")))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(150))
 @given(
     sizes=st.lists(st.integers(1, 3_000_000), min_size=1, max_size=8),
     cuts=st.integers(0, 2**8 - 1),

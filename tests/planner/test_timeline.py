@@ -4,11 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.planner import recurrence, timeline
+from tests.support.profiles import tries
+from thinwire.planner import side_stream, timeline
 
 
 def finish(compute, vectors) -> float:
-    return recurrence.finish(np.array(compute, float), np.array(vectors, float))
+    return side_stream.finish_time(np.array(compute, float), np.array(vectors, float))
 
 
 DENSE = lambda ser: (0.0, 0.0, 0.0, ser)  # noqa: E731
@@ -28,12 +29,12 @@ def test_recurrence_by_hand():
 
 
 def test_times_of_each_chain():
-    found = recurrence.times(np.array([1.0, 1.0]), np.array([(1, 0, 2, 1.5), DENSE(1)], float))
+    found = side_stream.schedule(np.array([1.0, 1.0]), np.array([(1, 0, 2, 1.5), DENSE(1)], float))
     assert found.tolist() == [[1, 2, 3.5], [4, 4, 5]]
 
 
 def bubble(compute, vectors) -> int:
-    return recurrence.last_bubble(np.array(compute, float), np.array(vectors, float))
+    return side_stream.last_bubble(np.array(compute, float), np.array(vectors, float))
 
 
 def test_a_bubble_is_a_time_without_any_chain():
@@ -69,7 +70,7 @@ SECONDS = st.integers(0, 64).map(lambda n: n / 8)  # sums of eighths are exact
 TENSORS = st.lists(st.tuples(SECONDS, SECONDS, st.sampled_from(["gpu", "cpu", ""]), SECONDS), min_size=1, max_size=7)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(300))
 @given(TENSORS)
 def test_both_agree_where_codecs_only_lead(tensors):
     """One collective a tensor and nothing decoded: there is no overlap that the recurrence leaves out."""
@@ -85,7 +86,7 @@ def test_both_agree_where_codecs_only_lead(tensors):
         assert timeline.run(compute, chains).seconds == finish(compute, vectors)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(300))
 @given(st.lists(st.tuples(SECONDS, st.lists(SECONDS, min_size=1, max_size=3)), min_size=1, max_size=7))
 def test_both_agree_without_codecs(tensors):
     """A link that always has the next piece of something is never idle, in whatever order it takes them."""
@@ -94,7 +95,7 @@ def test_both_agree_without_codecs(tensors):
     assert timeline.run(compute, chains).seconds == finish(compute, [DENSE(sum(pieces)) for _, pieces in tensors])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=tries(200))
 @given(TENSORS, st.data())
 def test_the_recurrence_rises_with_every_duration(tensors, data):
     compute = np.array([c for c, _, _, _ in tensors])

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import thinwire
 from tests.models import mlp, train, wrapped
 from tests.ranks import run
+from thinwire.auto.profiling import WATCHED, Profiling
 from thinwire.errors import AttachError
-from thinwire.frontends.profile import WATCHED, Profiling
 from thinwire.planner.plan import PlanGroup
 from thinwire.planner.predict import predict
 from thinwire.planner.profile import Profile, Tensor
@@ -100,7 +100,7 @@ def test_everything_of_a_candidate_is_known() -> None:
     from thinwire.profiler.measure import CANDIDATES, HIERARCHICAL
 
     for text in (*CANDIDATES, *HIERARCHICAL):
-        thinwire.engine.method.Method.of(text)
+        thinwire.engine.strategy.Strategy.of(text)
 
 
 def test_in_every_step_another_rank_may_be_the_slowest() -> None:

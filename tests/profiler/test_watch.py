@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import itertools
 from typing import Any
 
 import pytest
@@ -30,7 +30,15 @@ def _loop(model: nn.Module, steps: int, watch: Watch | None = None) -> list[Tens
 def test_every_gradient_in_order() -> None:
     model, plain = mlp(0), mlp(0)
     ended = []
-    watch = Watch(model, dict(model.named_parameters()), keep=range(2, 4), on_step=lambda: ended.append(1))
+    ticks = itertools.count()  # a clock that moves on whenever it is read
+    watch = Watch(
+        model,
+        dict(model.named_parameters()),
+        keep=range(2, 4),
+        on_step=lambda: ended.append(1),
+        clock=lambda: float(next(ticks)),
+        thread_clock=lambda: float(next(ticks)),
+    )
     watched = _loop(model, 5)
     assert all(torch.equal(a, b) for a, b in zip(watched, _loop(plain, 5), strict=True))
     assert len(watch.steps) == len(ended) == 5
@@ -47,20 +55,46 @@ def test_every_gradient_in_order() -> None:
     assert len(watch.steps) == 5
 
 
-class Waiting(nn.Linear):
-    """Its forward is mostly waiting, as that of a thread that others keep from its core."""
+class Clock:
+    """Two clocks that stand still unless a module says what it takes: in all, and of its thread."""
+
+    wall = thread = 0.0
+
+    def pass_(self, wall: float, thread: float) -> None:
+        self.wall += wall
+        self.thread += thread
+
+
+class Timed(nn.Module):
+    """A layer of which forward takes so long, of which its thread works so long; its backward takes 0.5 s of both."""
+
+    def __init__(self, clock: Clock, wall: float, thread: float) -> None:
+        super().__init__()
+        self.layer, self.clock, self.times = nn.Linear(32, 32), clock, (wall, thread)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        time.sleep(0.02)
+        self.clock.pass_(*self.times)
+        y: Tensor = self.layer(x)
+        y.register_hook(lambda gradient: self.clock.pass_(0.5, 0.5))
         return y
 
 
-def test_a_crowd_is_noticed() -> None:
-    model = nn.Sequential(nn.Flatten(), Waiting(32, 10))
-    watch = Watch(model, dict(model.named_parameters()))
+def test_what_a_step_takes_and_that_a_crowd_is_noticed() -> None:
+    """Threads that others keep from their core wait for most of a forward."""
+    clock = Clock()
+    model = nn.Sequential(Timed(clock, 3.0, 1.0), Timed(clock, 1.0, 0.5), nn.Linear(32, 10))
+    watch = Watch(model, dict(model.named_parameters()), clock=lambda: clock.wall, thread_clock=lambda: clock.thread)
     _loop(model, 3)
-    assert watch.compute().crowd > 2
+    found = watch.compute()
+    assert found.crowd == pytest.approx(4.0 / 1.5)
+    assert found.forward == 4.0
+    assert found.ready == pytest.approx(
+        {"2.bias": 0.0, "2.weight": 0.0, "1.layer.bias": 0.5, "1.layer.weight": 0.5}
+        | {"0.layer.bias": 1.0, "0.layer.weight": 1.0}
+    )
+    assert found.backward == 1.0
+    assert found.wall == 5.0
+    assert found.steps == (5.0, 5.0)
 
 
 class Odd(nn.Module):

@@ -1,4 +1,7 @@
-"""The command line: thin over the rooms below. `main` is the entry point of the `thinwire` command."""
+"""The command line. `main` is the entry point of the `thinwire` command.
+
+Commands import torch, Numba and the packages built on them when they run, so that help and completion need neither.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,27 @@ def main() -> None:
 
     try:
         from .app import app
-    except ImportError as error:
-        if os.environ.get(DEBUG):
-            raise
-        _without_packages(error)
-    try:
+
         app()
-    except Exception as error:  # a mistake of ours: no command lets one out that it knows
+    except Exception as error:  # commands report the errors they know
         if os.environ.get(DEBUG):
             raise
+        if isinstance(error, ImportError):
+            _diagnose(error)
         say_error(
-            f"{type(error).__name__}: {error}; this should not happen, `thinwire --debug ...` shows where it did"
+            f"{type(error).__name__}: {error}; this is a bug in thinwire, `thinwire --debug ...` prints the traceback"
         )
         sys.exit(UNEXPECTED)
 
 
-def _without_packages(error: ImportError) -> NoReturn:
-    """No command can be loaded, whatever was asked for: say what is broken."""
+def _diagnose(error: ImportError) -> NoReturn:
+    """A package that a command needs is missing or broken: run the checks of `thinwire doctor`."""
     import typer
 
     from .console import say_error
     from .doctor import doctor
 
-    say_error(f"a package cannot be loaded: {error}. This is what `thinwire doctor` finds:")
+    say_error(f"a package cannot be loaded: {error}. `thinwire doctor` finds:")
     try:
         doctor()
     except typer.Exit as ending:

@@ -1,4 +1,4 @@
-"""All commands, put together."""
+"""The `thinwire` command with all its sub-commands."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ app = typer.Typer(
 
     thinwire demo --rate 1gbit
 
-    Exit codes: 0 done, 1 an error that is explained, 2 an option or command that is not understood, 70 a mistake in
-    thinwire itself, 130 Ctrl-C. `lab run` and `profile` hand on that of the job.""",
+    Exit codes: 0 success, 1 an error with an explanation, 2 an unknown option or command, 70 a bug in thinwire,
+    130 Ctrl-C. `lab run` and `profile` return the exit code of the job.""",
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
@@ -55,10 +55,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show where an error comes from, before the name of the command.")
+        bool, typer.Option("--debug", help="Print the traceback of an error; goes before the command.")
     ] = False,
 ) -> None:
     if debug:

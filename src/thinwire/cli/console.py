@@ -1,30 +1,33 @@
-"""What all commands share: where they speak, how they fail, where they write."""
+"""Shared by all commands: output streams, tables, progress bars, errors, result files."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from ..errors import ThinwireError
+from ..lab.job_stream import Watcher
 
-# Standard output belongs to results. What a command says on its way goes to the other one. Rich leaves colours out where
-# NO_COLOR is set, and everything but text where it does not write to a terminal.
+# Results go to standard output, messages to standard error. Rich omits colours if NO_COLOR is set, and writes plain text
+# if the stream is not a terminal.
 console = Console(stderr=True, highlight=False)
 output = Console(highlight=False)
 
 DEBUG = "THINWIRE_DEBUG"
-"""Set by `thinwire --debug`, and so handed down to the processes that a command starts."""
+"""Set by `thinwire --debug`; processes started by a command inherit it."""
 
 UNEXPECTED = 70
-"""Exit code of a mistake in thinwire itself, as sysexits.h has it."""
+"""Exit code of a bug in thinwire itself (EX_SOFTWARE in sysexits.h)."""
 
 
 def say_error(message: str) -> None:
@@ -36,9 +39,47 @@ def failure(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
+def numbers(text: str, option: str) -> list[int]:
+    """The value of an option such as `--nodes 2,4,8`."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise failure(f"{text!r} is not a list of numbers: write {option} 2, or {option} 2,4,8") from None
+
+
+def number(value: float | None, form: str, unit: float = 1.0) -> str:
+    """A table cell; empty if the value is unknown."""
+    return "" if value is None else form.format(value / unit)
+
+
+def table(title: str, columns: Sequence[str], left: Collection[str] = ()) -> Table:
+    """Columns are right-aligned except those in `left`."""
+    made = Table(title=title, title_justify="left")
+    for column in columns:
+        made.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    return made
+
+
+def show(table: Table, width: int) -> None:
+    """Print a table; into a file or pipe with `width` columns instead of an unreadable 80."""
+    (output if output.is_terminal else Console(highlight=False, width=width)).print(table)
+
+
+@contextlib.contextmanager
+def progress(description: str, total: float) -> Iterator[Watcher]:
+    """A progress bar on standard error, with messages printed above it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(description, total=total)
+        yield Watcher(
+            tell=lambda text: bar.console.print(escape(text), soft_wrap=True),
+            advance=lambda count: bar.advance(task, count),
+        )
+
+
 @contextlib.contextmanager
 def errors() -> Iterator[None]:
-    """Errors of thinwire without a traceback, unless `--debug` asks for it; Ctrl-C as the shell expects it."""
+    """Report thinwire's errors without a traceback (unless `--debug` is given); exit with 130 on Ctrl-C."""
     try:
         yield
     except (ThinwireError, OSError) as error:
@@ -50,7 +91,7 @@ def errors() -> Iterator[None]:
 
 
 def can_be_written(path: Path | None) -> Path | None:
-    """Before a command works for minutes: is there a place for its file?"""
+    """Reject an output path that cannot be written before the command does its work."""
     if path is not None:
         if path.is_dir():
             raise typer.BadParameter(f"{str(path)!r} is a directory, not a file")
@@ -60,7 +101,7 @@ def can_be_written(path: Path | None) -> Path | None:
 
 
 def can_be_drawn(path: Path | None) -> Path | None:
-    """Before a command works for minutes: can its plot be drawn?"""
+    """Reject a plot file that cannot be drawn before the command does its work."""
     from ..lab.plots import hindrance
 
     if path is not None and (problem := hindrance(path)) is not None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..codecs import parse
 from ..lab.cluster import Cluster
-from ..lab.demo import FEWEST_STEPS, Outcome, train
 from ..lab.results import result, write
-from ..report import page
-from ..report.runs import load
 from .console import JsonFile, console, errors, failure, output
+
+if TYPE_CHECKING:
+    from ..lab.demo import Outcome
 
 
 def demo(
@@ -25,19 +24,21 @@ def demo(
         str, typer.Option(help="How gradients are compressed: auto, or a codec such as 'micro(density=0.01)'.")
     ] = "auto",
     rate: Annotated[str, typer.Option(help="Rate of the link between the two machines.")] = "100mbit",
-    steps: Annotated[int, typer.Option(help="Training steps of each run.", min=FEWEST_STEPS)] = 80,
-    data: Annotated[
-        Path | None, typer.Option(help="A text to learn; default: the texts of Python's own help.")
-    ] = None,
-    report: Annotated[Path, typer.Option(help="Write a page about both runs to this file.")] = Path("report.html"),
+    steps: Annotated[int, typer.Option(help="Training steps of each run.", min=10)] = 80,
+    data: Annotated[Path | None, typer.Option(help="Text file to train on; default: Python's help texts.")] = None,
+    report: Annotated[Path, typer.Option(help="Write an HTML report of both runs to this file.")] = Path(
+        "report.html"
+    ),
     json_file: JsonFile = None,
 ) -> None:
-    """Train a small GPT on two emulated machines with a slow link between them, plainly and through thinwire.
+    """Train a small GPT on two emulated machines joined by a slow link, with plain DDP and with thinwire.
 
     Example: thinwire demo --rate 1gbit --codec 'topk(density=0.01)'
     """
     with errors():
         if codec != "auto":
+            from ..codecs import parse
+
             parse(codec)
         if data is not None and not data.is_file():
             raise failure(f"there is no file {str(data)!r}")
@@ -55,6 +56,8 @@ def demo(
 
 
 def _run_all(cluster: Cluster, methods: list[str], steps: int, data: Path | None, folder: Path) -> list[Outcome]:
+    from ..lab.demo import train
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes = []
     with Progress(*columns, console=console) as progress:
@@ -70,10 +73,13 @@ def _run_all(cluster: Cluster, methods: list[str], steps: int, data: Path | None
 
 def _report(path: Path, outcomes: list[Outcome], folder: Path) -> None:
     """One page with both runs."""
+    from ..report import page
+    from ..report.runs import load
+
     plain = folder / "plain DDP.jsonl"
     outcomes[0].write_journal(plain, 2)
     page.write(path, [load(plain), load(folder / "thinwire")])
-    console.print(escape(f"{path}: both runs, step by step; open it in a browser"), soft_wrap=True)
+    console.print(escape(f"{path}: report of both runs; open it in a browser"), soft_wrap=True)
 
 
 def _name(method: str) -> str:
@@ -100,7 +106,7 @@ def _show(outcomes: list[Outcome], cluster: Cluster) -> None:
             f"{dense.step_seconds / outcome.step_seconds:.1f} x",
         )
     output.print(table)
-    output.print("step: the median of the second half; all steps: with the measurements in between")
+    output.print("step: median of the second half; all steps: including the measurements of `auto`")
     for outcome in outcomes:
         if outcome.stats.get("explained"):
             output.print(escape(outcome.stats["explained"]), soft_wrap=True)

@@ -7,21 +7,20 @@ from dataclasses import asdict
 import typer
 from rich.markup import escape
 
+from ..lab import doctor as checks
+from ..lab.results import result, write
 from .console import JsonFile, console, errors, output
 
 
 def doctor(json_file: JsonFile = None) -> None:
-    """Try what this machine can do: what works, what is missing, and the command that adds it.
+    """Check this machine: what works, what is missing, and the command that installs it.
 
-    Exit code 0 unless something is broken that thinwire cannot do without.
+    Exit code 0 unless something that thinwire needs is broken.
 
     Example: thinwire doctor --json doctor.json
     """
     with errors():
-        with console.status("looking around"):
-            from ..lab import doctor as checks
-            from ..lab.results import result, write
-
+        with console.status("checking this machine"):
             findings = list(checks.run())
         for finding in findings:
             word, style = (

@@ -26,7 +26,7 @@ app = typer.Typer(
     name="lab",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="An emulated cluster on this machine: one network namespace a node, links of a chosen rate. No root needed.",
+    help="An emulated cluster on this machine: one network namespace per node, links of a chosen rate. No root needed.",
 )
 
 Nodes = Annotated[int, typer.Option(help="Emulated machines.", min=1)]
@@ -35,7 +35,7 @@ Rate = Annotated[str, typer.Option(help="Rate of every link, both directions: 50
 
 @app.command()
 def up(nodes: Nodes = 4, rate: Rate = "1gbit", json_file: JsonFile = None) -> None:
-    """Make a cluster and keep it until Ctrl-C or [bold]thinwire lab down[/bold].
+    """Create a cluster and keep it until Ctrl-C or [bold]thinwire lab down[/bold].
 
     Example: thinwire lab up --nodes 4 --rate 1gbit
     """
@@ -50,11 +50,11 @@ def up(nodes: Nodes = 4, rate: Rate = "1gbit", json_file: JsonFile = None) -> No
             for node in range(nodes):
                 words = shlex.join([*cluster.enter(node), "bash"])
                 console.print(f"node {node}, {cluster.address(node)}:  {escape(words)}", soft_wrap=True)
-            console.print("It stays until Ctrl-C here, or `thinwire lab down` elsewhere.")
+            console.print("The cluster stays up until Ctrl-C here, or `thinwire lab down` elsewhere.")
             with contextlib.suppress(KeyboardInterrupt):
                 threading.Event().wait()
     except SystemExit as leaving:
-        if leaving.code != 128 + signal.SIGTERM:  # which is how `lab down` asks
+        if leaving.code != 128 + signal.SIGTERM:  # sent by `lab down`
             raise
     console.print("The cluster is gone.")
 
@@ -62,19 +62,24 @@ def up(nodes: Nodes = 4, rate: Rate = "1gbit", json_file: JsonFile = None) -> No
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[
-        list[str], typer.Argument(help="What every rank runs, as torchrun would.", metavar="COMMAND...")
+        list[str],
+        typer.Argument(
+            help="The command of every rank, started with the environment of torchrun.", metavar="COMMAND..."
+        ),
     ],
     nodes: Nodes = 4,
     rate: Rate = "1gbit",
-    ranks_per_node: Annotated[int, typer.Option(help="Processes on each of them.", min=1)] = 1,
-    pin: Annotated[bool, typer.Option(help="One core a rank, or a node, if there are enough.")] = True,
+    ranks_per_node: Annotated[int, typer.Option(help="Processes per node.", min=1)] = 1,
+    pin: Annotated[bool, typer.Option(help="One core per rank, or per node, if there are enough.")] = True,
     calibrate: Annotated[bool, typer.Option(help="Measure the links first.")] = True,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which the job is ended, with code 124.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which the job is killed, with exit code 124.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Run a command on every rank of a fresh cluster, with RANK, WORLD_SIZE, MASTER_ADDR and so on set.
+    """Run a command on every rank of a new cluster, with RANK, WORLD_SIZE, MASTER_ADDR etc. set.
 
-    Output comes line by line with the rank before it. The first rank that fails ends all; its exit code is returned.
+    Output lines are prefixed with the rank. The first rank that fails ends the job; its exit code is returned.
 
     Examples:
 
@@ -94,13 +99,15 @@ def run(
 
 @app.command()
 def down(
-    cluster: Annotated[str | None, typer.Argument(help="Only this one, by the name that `lab up` showed.")] = None,
+    cluster: Annotated[
+        str | None, typer.Argument(help="Only the cluster with this name, printed by `lab up`.")
+    ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Remove what killed programs left; leave those that live alone.")
+        bool, typer.Option("--all", help="Remove leftovers of killed programs; running clusters are not touched.")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """End the clusters that [bold]thinwire lab up[/bold] keeps, or remove those whose program is dead.
+    """Stop clusters kept by [bold]thinwire lab up[/bold], or remove those whose program has died.
 
     Examples:
 
@@ -123,7 +130,7 @@ def down(
     for record in removed:
         console.print(f"removed {record.identity}, of process {record.pid}")
     if not removed:
-        console.print("There was nothing to remove.")
+        console.print("There is nothing to remove.")
 
 
 def _is_meant(record: Record, name: str | None) -> bool:
@@ -135,7 +142,7 @@ def _ask_to_end(record: Record) -> None:
     deadline = time.monotonic() + 15
     while record.alive and record.path.exists():
         if time.monotonic() > deadline:
-            raise failure(f"process {record.pid} was asked to end its cluster {record.identity}, and does not")
+            raise failure(f"process {record.pid} was asked to stop its cluster {record.identity} and has not")
         time.sleep(0.05)
 
 
@@ -146,7 +153,7 @@ def _announce(cluster: Cluster, calibration: Calibration | None) -> None:
     if calibration is not None:
         console.print(escape(str(calibration)), soft_wrap=True)
         if not calibration.good:
-            console.print("[yellow]the links are not within 15 % of the rate: take times with care[/yellow]")
+            console.print("[yellow]the links are not within 15 % of the rate: do not rely on the times[/yellow]")
 
 
 def _conclude(cluster: Cluster, result: Result) -> None:
@@ -159,28 +166,19 @@ def _conclude(cluster: Cluster, result: Result) -> None:
         table.add_row(str(row["rank"]), str(row["node"]), str(row["exit_code"]), *sizes)
     console.print(table)
     if result.failed_rank is not None:
-        console.print(f"[red]rank {result.failed_rank} failed with code {result.code}[/red]; the others were ended")
+        console.print(f"[red]rank {result.failed_rank} failed with code {result.code}[/red]; the others were stopped")
     if result.timed_out:
-        console.print("[red]the time was up[/red]; all ranks were ended")
+        console.print("[red]timed out[/red]; all ranks were stopped")
 
 
 def _rows(cluster: Cluster, result: Result) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for rank, code in enumerate(result.codes):
         node, local = divmod(rank, cluster.ranks_per_node)
-        traffic = result.traffic[node] if result.traffic else None
-        rows.append(
-            {
-                "rank": rank,
-                "node": node,
-                "local_rank": local,
-                "exit_code": code,
-                "node_bytes_sent": traffic.bytes_sent if traffic else None,
-                "node_packets_sent": traffic.packets_sent if traffic else None,
-                "node_bytes_received": traffic.bytes_received if traffic else None,
-                "node_packets_received": traffic.packets_received if traffic else None,
-            }
-        )
+        row: dict[str, Any] = {"rank": rank, "node": node, "local_rank": local, "exit_code": code}
+        for name in ("bytes_sent", "packets_sent", "bytes_received", "packets_received"):
+            row[f"node_{name}"] = getattr(result.traffic[node], name) if result.traffic else None
+        rows.append(row)
     return rows
 
 

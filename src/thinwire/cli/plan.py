@@ -4,54 +4,51 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..errors import PlanError
 from ..lab.results import result, write
-from ..planner.choose import SLACK, choose
-from ..planner.export import to_plan
+from ..planner import SLACK
 from ..planner.network import parse_bytes_per_second
-from ..planner.plan import Plan, Quality
-from ..planner.profile import Profile
-from ..planner.simulation import Outcome, Simulation
-from ..planner.whatif import elsewhere
 from . import planning
-from .console import JsonFile, can_be_written, console, errors, output
+from .console import JsonFile, can_be_written, console, errors, output, show
+
+if TYPE_CHECKING:
+    from ..planner.plan import Plan, Quality
+    from ..planner.profile import Profile
+    from ..planner.simulation import Outcome, Simulation
 
 
 def plan(
-    profile: Annotated[
-        Path | None, typer.Option(help="A job whose costs were measured, see docs/planning.md.")
-    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Profile of a measured job, see docs/planning.md.")] = None,
     model: Annotated[str | None, typer.Option(help="Or a model of --profiles, on GPUs.")] = None,
     profiles: Annotated[Path | None, typer.Option(help="File of published backward profiles.")] = None,
-    network: Annotated[str, typer.Option(help="pcie-25g or nvlink-100g: rates of a cluster of GPUs.")] = "pcie-25g",
-    nodes: Annotated[int | None, typer.Option(help="Machines. Default: 8, or those of --profile.", min=1)] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs in each.", min=1)] = 8,
-    intra: Annotated[str, typer.Option(help="Rate inside a machine, of each GPU, as in 300gbyte/s.")] = "",
+    network: Annotated[str, typer.Option(help="pcie-25g or nvlink-100g: link rates of a GPU cluster.")] = "pcie-25g",
+    nodes: Annotated[int | None, typer.Option(help="Machines. Default: 8, or the number in --profile.", min=1)] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs per machine.", min=1)] = 8,
+    intra: Annotated[str, typer.Option(help="Rate of each GPU inside a machine, as in 300gbyte/s.")] = "",
     inter: Annotated[str, typer.Option(help="Rate between machines, as in 100gbit.")] = "",
     codec: Annotated[
         list[str] | None,
-        typer.Option(help="With --model: what may compress; several times for several. Default: dgc."),
+        typer.Option(help="With --model: codecs to choose from; may be repeated. Default: dgc."),
     ] = None,
     density: Annotated[float, typer.Option(help="Share of elements that sparse codecs send.", min=1e-9, max=1)] = 0.01,
     search: Annotated[str, typer.Option(help="espresso, exact or joint; or fp32, all, myopic.")] = "joint",
-    cpu: Annotated[bool, typer.Option(help="Codecs may also run on the processor.")] = False,
-    max_compressions: Annotated[int, typer.Option(help="How often a tensor is compressed on its way.", min=0)] = 4,
+    cpu: Annotated[bool, typer.Option(help="Codecs may also run on the CPU.")] = False,
+    max_compressions: Annotated[int, typer.Option(help="Most compressions of a tensor along its chain.", min=0)] = 4,
     forward: Annotated[float, typer.Option(help=planning.FORWARD_HELP, min=0)] = 0.0,
     quality: Annotated[str, typer.Option(help="With --profile: lossless, high or fast.")] = "fast",
     slack: Annotated[
-        float, typer.Option(help="With --profile: how much slower a plan may be that loses less.")
+        float, typer.Option(help="With --profile: relative step time to give away for less loss.")
     ] = SLACK,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.", callback=can_be_written)] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Plan a job: which tensors travel together, which are compressed, by which chain, and what a step will take.
+    """Plan a job: grouping of tensors, codec and chain of each group, and the predicted step time.
 
     Examples:
 
@@ -59,6 +56,11 @@ def plan(
 
     thinwire plan --model bert_base --profiles profiles.json --nodes 8 --gpus 8 --intra 300gbyte/s --inter 100gbit --codec dgc
     """
+    from ..planner.export import to_plan
+    from ..planner.profile import Profile
+    from ..planner.search import choose
+    from ..planner.what_if import on_cluster
+
     with errors():
         if (profile is None) == (model is None):
             raise PlanError("give either --profile FILE, a measured job, or --model NAME with --profiles FILE")
@@ -69,33 +71,24 @@ def plan(
             if nodes is not None or inter:
                 if not inter:
                     raise PlanError(
-                        "for another number of nodes --inter must say what joins them, as in --inter 25gbit"
+                        "another number of nodes needs the rate of the links between them, as in --inter 25gbit"
                     )
-                job = elsewhere(job, nodes or job.cluster.nodes, parse_bytes_per_second(inter))
+                job = on_cluster(job, nodes or job.cluster.nodes, parse_bytes_per_second(inter))
             planning.ready()
             made = choose(job, quality=_quality(quality), slack=slack)
-            row = measured_row(made)
+            row = planning.measured_row(made)
             _show(_lines_of(made, job), row)
             for remark in made.remarks:
                 console.print(escape(remark), soft_wrap=True)
         else:
             assert model is not None
-            data = planning.published(profiles)
             names = codec or ["dgc"]
-            chosen = planning.codecs(data, names, density)
             where = planning.network(network, nodes or 8, gpus, intra, inter)
-            tensors = data.model(model)
+            simulation = planning.simulate(
+                planning.published(profiles), model, names, density, where, forward,
+                cpu=cpu, max_compressions=max_compressions,
+            )  # fmt: skip
             planning.ready()
-            backward = 1e-6 * sum(tensor.microseconds for tensor in tensors)
-            simulation = Simulation(
-                model,
-                tensors,
-                chosen,
-                where,
-                forward=forward * backward,
-                cpu=cpu,
-                max_compressions=max_compressions,
-            )
             found, dense = simulation.search(search), simulation.search("fp32").seconds
             row = planning.row(simulation, found, dense, "+".join(names))
             if out is not None:
@@ -114,24 +107,6 @@ def _quality(text: str) -> Quality:
     if text not in ("lossless", "high", "fast"):
         raise PlanError(f"--quality is lossless, high or fast, not {text!r}")
     return text  # type: ignore[return-value]
-
-
-def measured_row(made: Plan) -> dict[str, Any]:
-    return {
-        "model": made.model,
-        "network": f"{made.cluster.nodes}x{made.cluster.ranks_per_node} {made.cluster.rate}".strip(),
-        "nodes": made.cluster.nodes,
-        "quality": made.quality,
-        "search": made.search,
-        "predicted_seconds": made.predicted_seconds,
-        "bound_seconds": made.bound_seconds,
-        "dense_seconds": made.dense_seconds,
-        "search_seconds": made.search_seconds,
-        "groups": len(made.groups),
-        "tensors": len(made.tensors),
-        "loss": made.loss,
-        "scaling_factor": made.bound_seconds / made.predicted_seconds,
-    }
 
 
 class _Line(NamedTuple):
@@ -173,7 +148,7 @@ def _show(lines: list[_Line], row: dict[str, Any]) -> None:
     table = Table(title=f"{row['model']}, {row['network']}, search {row['search']}", title_justify="left")
     for column in ("groups", "tensors", "M elements", "ms", "way"):
         table.add_column(column, justify="right" if column not in ("tensors", "way") else "left", overflow="fold")
-    # Groups that follow each other and travel alike share a line.
+    # Consecutive groups with the same codec and chain share a line.
     for way, same in groupby(lines, key=lambda line: line.way):
         run = list(same)
         names = [name for line in run for name in line.names]
@@ -184,8 +159,7 @@ def _show(lines: list[_Line], row: dict[str, Any]) -> None:
             f"{1e3 * run[0].start:.1f}-{1e3 * run[-1].end:.1f}",
             way,
         )
-    # A file or a pipe has no width to squeeze the table into.
-    (output if output.is_terminal else Console(highlight=False, width=140)).print(table)
+    show(table, 140)
     bound, dense, predicted = row["bound_seconds"], row["dense_seconds"], row["predicted_seconds"]
     output.print(
         f"step {1e3 * predicted:.2f} ms; dense {1e3 * dense:.2f} ms ({dense / max(predicted, 1e-12):.2f} x); without "

@@ -1,22 +1,24 @@
-"""What `plan` and `simulate` share: networks, codecs and rows."""
+"""Shared by `plan` and `simulate`: networks, published profiles, result rows."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
-from ..planner.costs import GpuCodec
 from ..planner.network import NETWORKS, Network, parse_bytes_per_second
-from ..planner.published import Published
-from ..planner.simulation import Outcome, Simulation, warm_up
 from ..suggest import suggest
 from .console import console
 
-SOURCES = "backward and codecs take what was published for one V100; links follow their formulas"
-FORWARD_HELP = "Forward, as a share of backward: the published profiles have backward alone."
+if TYPE_CHECKING:
+    from ..planner.plan import Plan
+    from ..planner.published import Published
+    from ..planner.simulation import Outcome, Simulation
+
+SOURCES = "times of backward and codecs as published for a V100; times of links from their formulas"
+FORWARD_HELP = "Forward time as a fraction of backward, which is all that published profiles contain."
 
 
 def numbers(text: str, what: str = "--nodes") -> list[int]:
@@ -50,23 +52,33 @@ def network(name: str, nodes: int, gpus: int, intra: str, inter: str) -> Network
 
 def published(path: Path | None) -> Published:
     if path is None:
-        raise PlanError(
-            "--model needs --profiles FILE, a file of backward profiles (docs/planning.md says in what form)"
-        )
+        raise PlanError("--model needs --profiles FILE, a file of backward profiles (docs/planning.md has its format)")
+    from ..planner.published import Published
+
     return Published.load(path)
 
 
-def codecs(profiles: Published, names: list[str], density: float) -> list[GpuCodec]:
-    return [profiles.codec(name, density) for name in names]
-
-
 def ready() -> None:
-    with console.status("loading the searches (compiled once, which takes some seconds)"):
+    from ..planner.simulation import warm_up
+
+    with console.status("loading the searches (the first run compiles them, which takes some seconds)"):
         warm_up()
 
 
+def simulate(
+    profiles: Published, model: str, codecs: list[str], density: float, network: Network, forward: float, **limits: Any
+) -> Simulation:
+    """`forward` is a fraction of backward; `limits` are options of `Simulation`."""
+    from ..planner.simulation import Simulation
+
+    tensors = profiles.model(model)
+    backward = 1e-6 * sum(tensor.microseconds for tensor in tensors)
+    chosen = [profiles.codec(name, density) for name in codecs]
+    return Simulation(model, tensors, chosen, network, forward=forward * backward, **limits)
+
+
 def row(simulation: Simulation, found: Outcome, dense: float, codec: str) -> dict[str, Any]:
-    """One search on one model and network. Seconds are of forward, backward and exchange."""
+    """The result row of one search. Seconds cover forward, backward and exchange."""
     compressed = sum(
         simulation.elements[start:stop].sum()
         for start, stop, option in found.groups
@@ -91,4 +103,23 @@ def row(simulation: Simulation, found: Outcome, dense: float, codec: str) -> dic
         "scaling_factor": simulation.bound / found.seconds if found.seconds else 1.0,
         "events_seconds": simulation.events(found.groups),
         "proven": found.proven,
+    }
+
+
+def measured_row(made: Plan) -> dict[str, Any]:
+    """The result row of a plan for a measured job."""
+    return {
+        "model": made.model,
+        "network": f"{made.cluster.nodes}x{made.cluster.ranks_per_node} {made.cluster.rate}".strip(),
+        "nodes": made.cluster.nodes,
+        "quality": made.quality,
+        "search": made.search,
+        "predicted_seconds": made.predicted_seconds,
+        "bound_seconds": made.bound_seconds,
+        "dense_seconds": made.dense_seconds,
+        "search_seconds": made.search_seconds,
+        "groups": len(made.groups),
+        "tensors": len(made.tensors),
+        "loss": made.loss,
+        "scaling_factor": made.bound_seconds / made.predicted_seconds,
     }

@@ -1,4 +1,4 @@
-"""`thinwire profile`: measures a job as it is started, script unchanged."""
+"""`thinwire profile`: measures a training job without changes to its script."""
 
 from __future__ import annotations
 
@@ -8,44 +8,48 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from ..hooks import VARIABLE
 from ..lab.results import result, write
-from ..planner.profile import Profile
-from .console import JsonFile, can_be_written, console, errors, failure, output
+from .console import JsonFile, can_be_written, console, errors, failure, output, table
+
+if TYPE_CHECKING:
+    from ..planner.profile import CodecCost, Profile
 
 
 def profile(
     command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND", help="How the job is started: torchrun ... train.py ...")
+        list[str],
+        typer.Argument(metavar="-- COMMAND", help="The command that starts the job: torchrun ... train.py ..."),
     ],
     file: Annotated[
-        Path, typer.Option("--output", "-o", help="Where to write the profile.", callback=can_be_written)
+        Path, typer.Option("--output", "-o", help="Profile file to write.", callback=can_be_written)
     ] = Path("profile.json"),
     budget: Annotated[
-        float, typer.Option(help="Seconds for the measurements of links and codecs, after some steps.", min=0.5)
+        float, typer.Option(help="Seconds for measuring links and codecs, after the first steps.", min=0.5)
     ] = 15.0,
-    rate: Annotated[str, typer.Option(help="What the network is called, for the record.")] = "",
+    rate: Annotated[str, typer.Option(help="Name of the network, recorded in the profile.")] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Watch some steps of a job, measure its links and codecs, write a profile, and end the job.
+    """Observe a few steps of a job, measure its links and codecs, write a profile, and stop the job.
 
-    The script is not changed: it must train a DistributedDataParallel. Start it as always, on every machine the same; the
-    machine with rank 0 writes the file.
+    The script needs no changes; it must train a DistributedDataParallel. Start it as usual, with the same command on every
+    machine; the machine of rank 0 writes the file.
 
     Example: thinwire profile -o profile.json -- torchrun --nproc-per-node 2 train.py --batch-size 8
     """
+    from ..autoattach.orders import VARIABLE
+    from ..planner.profile import Profile
+
     if shutil.which(command[0]) is None:
         raise failure(f"there is no command {command[0]!r}")
     path = file.resolve()
     with errors():
         before = path.stat().st_mtime_ns if path.exists() else None
         orders = {"do": "profile", "file": str(path), "budget": budget, "rate": rate}
-        inject = str(Path(__file__).parent.parent / "injected")
+        inject = str(Path(__file__).parent.parent / "autoattach" / "injected")
         paths = [inject, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, VARIABLE: json.dumps(orders), "PYTHONPATH": os.pathsep.join(paths)}
         code = subprocess.run(command, env=environment, check=False).returncode
@@ -53,7 +57,7 @@ def profile(
             if int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", "0"))) and not code:
                 return  # another machine has rank 0
             raise failure(
-                f"the command ended with code {code} before a profile was written; it takes a script that trains a "
+                f"the command ended with code {code} before a profile was written; the script must train a "
                 "DistributedDataParallel for at least six steps"
             )
         found = Profile.load(path)
@@ -65,7 +69,7 @@ def profile(
 
 
 def _rows(profile: Profile) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Links and codecs, a line each, and the step."""
+    """A row per link and codec, and a summary of the step."""
     rows: list[dict[str, Any]] = [
         {
             "collective": link.collective,
@@ -80,10 +84,8 @@ def _rows(profile: Profile) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         {
             "codec": cost.codec,
             "chain": cost.chain,
-            "seconds_per_element": cost.encode.slope
-            + cost.decode.slope
-            + sum(round_.work.slope for round_ in cost.rounds),
-            "bytes_per_element": sum(round_.bytes.slope for round_ in cost.rounds),
+            "seconds_per_element": _seconds_per_element(cost),
+            "bytes_per_element": _bytes_per_element(cost),
             "loss": cost.loss,
         }
         for cost in profile.codecs
@@ -92,31 +94,34 @@ def _rows(profile: Profile) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return rows, {"model": profile.model, "tensors": len(profile.tensors), "ranks": profile.cluster.world, **times}
 
 
+def _seconds_per_element(cost: CodecCost) -> float:
+    return cost.encode.slope + cost.decode.slope + sum(round_.work.slope for round_ in cost.rounds)
+
+
+def _bytes_per_element(cost: CodecCost) -> float:
+    return sum(round_.bytes.slope for round_ in cost.rounds)
+
+
 def _show(profile: Profile) -> None:
     mega = sum(tensor.elements for tensor in profile.tensors) / 1e6
-    milliseconds = [1000 * seconds for seconds in (profile.forward, profile.backward, profile.optimizer)]
-    table = Table(
-        title=f"{profile.model}: {len(profile.tensors)} tensors, {mega:.2f} M parameters, {profile.cluster.nodes} x "
-        f"{profile.cluster.ranks_per_node} ranks; forward {milliseconds[0]:.1f} ms, backward {milliseconds[1]:.1f}, "
-        f"optimizer {milliseconds[2]:.1f}; native step {1000 * profile.native_seconds:.1f}",
-        title_justify="left",
+    links = table(
+        f"{profile.model}: {len(profile.tensors)} tensors, {mega:.2f} M parameters, {profile.cluster.nodes} x "
+        f"{profile.cluster.ranks_per_node} ranks; forward {1000 * profile.forward:.1f} ms, backward "
+        f"{1000 * profile.backward:.1f}, optimizer {1000 * profile.optimizer:.1f}; native step "
+        f"{1000 * profile.native_seconds:.1f}",
+        ("collective", "scope", "latency ms", "Mbit/s", "fit error"),
+        left=("collective", "scope"),
     )
-    for column in ("collective", "scope", "latency ms", "Mbit/s", "fit error"):
-        table.add_column(column, justify="left" if column in ("collective", "scope") else "right")
     for link in profile.links:
         rate = f"{8e-6 / link.line.slope:.0f}" if link.line.slope else ""
-        table.add_row(
-            link.collective, link.scope, f"{1000 * link.line(0):.2f}", rate, f"{100 * link.line.error:.0f} %"
-        )
-    output.print(table)
-    table = Table()
-    for column in ("codec", "ns an element", "bytes an element", "loss"):
-        table.add_column(column, justify="left" if column == "codec" else "right")
+        latency, error = f"{1000 * link.line(0):.2f}", f"{100 * link.line.error:.0f} %"
+        links.add_row(link.collective, link.scope, latency, rate, error)
+    output.print(links)
+    codecs = table("", ("codec", "ns an element", "bytes an element", "loss"), left=("codec",))
     for cost in profile.codecs:
-        work = cost.encode.slope + cost.decode.slope + sum(round_.work.slope for round_ in cost.rounds)
-        size = sum(round_.bytes.slope for round_ in cost.rounds)
         name = f"{cost.codec} via {cost.chain}" if cost.chain else cost.codec
-        table.add_row(name, f"{1e9 * work:.2f}", f"{size:.3f}", f"{cost.loss:.3f}")
-    output.print(table)
+        work = f"{1e9 * _seconds_per_element(cost):.2f}"
+        codecs.add_row(name, work, f"{_bytes_per_element(cost):.3f}", f"{cost.loss:.3f}")
+    output.print(codecs)
     for remark in profile.remarks:
         console.print(remark)

@@ -17,11 +17,11 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="What `wire.log_to` wrote (a file or a folder), or a result file of `bench step`; several are compared.",
+            help="A journal written by `wire.log_to` (file or folder), or a result file of `bench step`; several are compared.",
             metavar="RUN...",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
     trace: Annotated[
         Path | None,
         typer.Option(help="Write the traced steps as Chrome trace JSON instead, for ui.perfetto.dev."),
@@ -30,7 +30,7 @@ def report(
         Path | None, typer.Option("--json", help="Write the numbers of all runs to this file.")
     ] = None,
 ) -> None:
-    """Make one HTML page of a run, which needs nothing but a browser; or a page that compares several.
+    """Write a self-contained HTML page about a run, or a page that compares several.
 
     Examples:
 
@@ -49,7 +49,7 @@ def report(
         found = [one for one in given if isinstance(one, Run)]
         if trace is not None:
             if len(found) != 1 or len(given) != 1:
-                raise failure("a trace is made of one run: thinwire report RUN --trace FILE")
+                raise failure("a trace shows one run: thinwire report RUN --trace FILE")
             steps = sum(len(journal.traces) for journal in found[0].journals)
             if not steps:
                 raise failure(

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 def selftest(
-    ranks: Annotated[int, typer.Option(help="How many to start, where torchrun has not started some.", min=1)] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks to start; ignored under torchrun.", min=1)] = 2,
     backend: Annotated[
         str | None,
-        typer.Option(help="Of torch.distributed; default: gloo, and NCCL beside it where there is CUDA."),
+        typer.Option(help="torch.distributed backend; default: gloo, plus NCCL if CUDA is available."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check thinwire on this machine, backend and network, in about a minute: laws, order, errors, roll-back, resume.
+    """Test thinwire on this machine, backend and network, in about a minute: laws, order, errors, roll-back, resume.
 
-    Starts two ranks here, or, under torchrun, uses those that there are.
+    Starts two ranks on this machine, or uses the ranks started by torchrun.
 
     Examples:
 
@@ -43,7 +43,7 @@ def selftest(
 
 
 def _start(ranks: int, backend: str | None, json_file: Path | None) -> int:
-    """Run it on ranks of this machine."""
+    """Start ranks on this machine; returns the exit code."""
     from ..lab.launch import Job, Rank
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -72,12 +72,12 @@ def _start(ranks: int, backend: str | None, json_file: Path | None) -> int:
 
 
 def _as_rank(backend: str | None, json_file: Path | None) -> NoReturn:
-    """Run it as one of the ranks; only the first speaks."""
+    """Run the checks as one of the ranks; rank 0 prints."""
     import torch
     import torch.distributed as dist
 
     from ..lab import selftest as checks
-    from ..lab.farewell import leave
+    from ..lab.hard_exit import hard_exit
     from ..lab.results import result, write
 
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -87,7 +87,7 @@ def _as_rank(backend: str | None, json_file: Path | None) -> NoReturn:
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=120))
     except (ValueError, RuntimeError) as error:
-        raise failure(f"the ranks cannot meet on backend {backend!r}: {error}") from None
+        raise failure(f"process group initialization failed on backend {backend!r}: {error}") from None
     first = dist.get_rank() == 0
     if first:
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -112,4 +112,4 @@ def _as_rank(backend: str | None, json_file: Path | None) -> NoReturn:
             ]
             summary = {"ranks": dist.get_world_size(), "backend": backend, "passed": not bad}
             write(json_file, result("selftest", rows, summary))
-    leave(1 if bad else 0)
+    hard_exit(1 if bad else 0)

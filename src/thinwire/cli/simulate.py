@@ -7,48 +7,43 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from ..errors import PlanError
+from ..lab.plots import figure
 from ..lab.results import result, write
-from ..planner.choose import choose
+from ..planner import SEARCHES
 from ..planner.network import NETWORKS, parse_bytes_per_second
-from ..planner.profile import Profile
-from ..planner.simulation import Simulation
-from ..planner.whatif import elsewhere
 from ..suggest import suggest
 from . import planning
-from .console import JsonFile, can_be_drawn, console, errors, output
-from .plan import measured_row
+from .console import JsonFile, can_be_drawn, console, errors, progress, show, table
 
 
 def simulate(
-    profile: Annotated[
-        Path | None, typer.Option(help="A job whose costs were measured, see docs/planning.md.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Or models of --profiles, on GPUs; several with commas, or all.")] = "all",
+    profile: Annotated[Path | None, typer.Option(help="Profile of a measured job, see docs/planning.md.")] = None,
+    model: Annotated[str, typer.Option(help="Or models of --profiles, on GPUs; a list with commas, or all.")] = "all",
     profiles: Annotated[Path | None, typer.Option(help="File of published backward profiles.")] = None,
     network: Annotated[str, typer.Option(help="pcie-25g, nvlink-100g, or both with a comma.")] = ",".join(NETWORKS),
     nodes: Annotated[str, typer.Option(help="Machines: 8, or 2,4,8, or 2..1024 for powers of two.")] = "8",
-    gpus: Annotated[int, typer.Option(help="GPUs in each.", min=1)] = 8,
-    intra: Annotated[str, typer.Option(help="Rate inside a machine, of each GPU, as in 300gbyte/s.")] = "",
-    inter: Annotated[str, typer.Option(help="Rate between machines, as in 25gbit; for --profile several.")] = "",
+    gpus: Annotated[int, typer.Option(help="GPUs per machine.", min=1)] = 8,
+    intra: Annotated[str, typer.Option(help="Rate of each GPU inside a machine, as in 300gbyte/s.")] = "",
+    inter: Annotated[
+        str, typer.Option(help="Rate between machines, as in 25gbit; with --profile a list with commas.")
+    ] = "",
     codec: Annotated[
-        list[str] | None, typer.Option(help="What may compress, one run each; a+b: either of two. Default: dgc.")
+        list[str] | None,
+        typer.Option(help="Codec to simulate; may be repeated; a+b: choose between two. Default: dgc."),
     ] = None,
     density: Annotated[float, typer.Option(help="Share of elements that sparse codecs send.", min=1e-9, max=1)] = 0.01,
-    search: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(Simulation.SEARCHES),
-    cpu: Annotated[bool, typer.Option(help="Codecs may also run on the processor.")] = False,
-    max_compressions: Annotated[int, typer.Option(help="How often a tensor is compressed on its way.", min=0)] = 4,
+    search: Annotated[str, typer.Option(help="Searches, with commas.")] = ",".join(SEARCHES),
+    cpu: Annotated[bool, typer.Option(help="Codecs may also run on the CPU.")] = False,
+    max_compressions: Annotated[int, typer.Option(help="Most compressions of a tensor along its chain.", min=0)] = 4,
     forward: Annotated[float, typer.Option(help=planning.FORWARD_HELP, min=0)] = 0.0,
     json_file: JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw step time over nodes to this .svg, .png or .pdf.", callback=can_be_drawn)
     ] = None,
 ) -> None:
-    """What a step would take on another cluster, by every search, and how far that is from no communication at all.
+    """Predict step times on another cluster, by every search, and compare them with the time without communication.
 
     Examples:
 
@@ -59,42 +54,30 @@ def simulate(
     with errors():
         sizes = planning.numbers(nodes)
         if profile is not None:
-            rows = _measured(Profile.load(profile), sizes, inter)
+            rows = _measured(profile, sizes, inter)
         else:
             data = planning.published(profiles)
             models = list(data.models) if model == "all" else [name.strip() for name in model.split(",")]
             searches = [name.strip() for name in search.split(",")]
             for name in searches:
-                if name not in Simulation.SEARCHES:
-                    raise PlanError(f"there is no search {name!r}; {suggest(name, Simulation.SEARCHES)}")
-            runs = [
-                (data.model(name), name, planning.network(net.strip(), size, gpus, intra, inter), text)
-                for text in codec or ["dgc"]
-                for net in (network.split(",") if not (intra and inter) else [next(iter(NETWORKS))])
-                for name in models
-                for size in sizes
-            ]
-            chosen = {text: planning.codecs(data, text.split("+"), density) for text in codec or ["dgc"]}
+                if name not in SEARCHES:
+                    raise PlanError(f"there is no search {name!r}; {suggest(name, SEARCHES)}")
+            networks = network.split(",") if not (intra and inter) else [next(iter(NETWORKS))]
+            simulations = [
+                (text, planning.simulate(
+                    data, name, text.split("+"), density, planning.network(net.strip(), size, gpus, intra, inter),
+                    forward, cpu=cpu, max_compressions=max_compressions,
+                ))
+                for text in codec or ["dgc"] for net in networks for name in models for size in sizes
+            ]  # fmt: skip
             planning.ready()
             rows = []
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            with Progress(*columns, console=console, transient=True) as progress:
-                task = progress.add_task("searches", total=len(runs) * len(searches))
-                for tensors, name, where, text in runs:
-                    backward = 1e-6 * sum(tensor.microseconds for tensor in tensors)
-                    simulation = Simulation(
-                        name,
-                        tensors,
-                        chosen[text],
-                        where,
-                        forward=forward * backward,
-                        cpu=cpu,
-                        max_compressions=max_compressions,
-                    )
+            with progress("searches", len(simulations) * len(searches)) as watcher:
+                for text, simulation in simulations:
                     dense = simulation.search("fp32").seconds
                     for each in searches:
                         rows.append(planning.row(simulation, simulation.search(each), dense, text))
-                        progress.advance(task)
+                        watcher.advance(1)
         _show(rows)
         if profile is None:
             console.print(planning.SOURCES, soft_wrap=True)
@@ -104,15 +87,20 @@ def simulate(
             _plot(plot, rows)
 
 
-def _measured(job: Profile, sizes: Sequence[int], inter: str) -> list[dict[str, Any]]:
+def _measured(profile: Path, sizes: Sequence[int], inter: str) -> list[dict[str, Any]]:
+    from ..planner.profile import Profile
+    from ..planner.search import choose
+    from ..planner.what_if import on_cluster
+
+    job = Profile.load(profile)
     if not inter:
         raise PlanError("--profile needs --inter, the rate of the links of the other cluster, as in --inter 25gbit")
     planning.ready()
     rows = []
     for text in inter.split(","):
         for size in sizes:
-            made = choose(elsewhere(job, size, parse_bytes_per_second(text)))
-            row = measured_row(made)
+            made = choose(on_cluster(job, size, parse_bytes_per_second(text)))
+            row = planning.measured_row(made)
             codecs = dict.fromkeys(group.codec for group in made.groups)
             rows.append(
                 {
@@ -127,31 +115,21 @@ def _measured(job: Profile, sizes: Sequence[int], inter: str) -> list[dict[str, 
 
 def _show(rows: list[dict[str, Any]]) -> None:
     searches = list(dict.fromkeys(row["search"] for row in rows))
-    table = Table(
-        title="milliseconds a step; in brackets those of processor time that the search took", title_justify="left"
-    )
-    for column in (
-        "model",
-        "network",
-        "codec",
-        "bound",
-        "fp32",
-        *(name for name in searches if name != "fp32"),
-        "scaling",
-    ):
-        table.add_column(column, justify="left" if column in ("model", "network", "codec") else "right", no_wrap=True)
+    names = [name for name in searches if name != "fp32"]
+    columns = ("model", "network", "codec", "bound", "fp32", *names, "scaling")
+    made = table("milliseconds per step; in brackets the CPU time of the search", columns, columns[:3])
     for key in dict.fromkeys((row["model"], row["network"], row["codec"]) for row in rows):
         mine = {row["search"]: row for row in rows if (row["model"], row["network"], row["codec"]) == key}
         first, last = next(iter(mine.values())), list(mine.values())[-1]
-        cells = [_cell(mine[name]) for name in searches if name != "fp32"]
-        table.add_row(
+        cells = [_cell(mine[name]) for name in names]
+        made.add_row(
             *key,
             f"{1e3 * first['bound_seconds']:.1f}",
             f"{1e3 * first['dense_seconds']:.1f}",
             *cells,
             f"{last['scaling_factor']:.3f}",
         )
-    (output if output.is_terminal else Console(highlight=False, width=180)).print(table)
+    show(made, 180)
 
 
 def _cell(row: dict[str, Any]) -> str:
@@ -160,9 +138,7 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def _plot(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Step time over nodes, one panel a model, one line a search and network."""
-    from ..lab.plots import figure
-
+    """Step time over nodes: a panel per model, a line per search and network."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     with figure(path, 7, 1 + 3.5 * len(models)) as drawn:
         for axes, model in zip(drawn.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
@@ -178,7 +154,7 @@ def _plot(path: Path, rows: list[dict[str, Any]]) -> None:
                 }
                 axes.plot(list(points), list(points.values()), marker="o", label=f"{search}, {codec}, {link}")
             axes.axhline(1e3 * mine[0]["bound_seconds"], color="grey", linestyle=":", label="no communication")
-            axes.set(title=model, xlabel="nodes", ylabel="ms a step", xscale="log", yscale="log")
+            axes.set(title=model, xlabel="nodes", ylabel="ms per step", xscale="log", yscale="log")
             sizes = sorted({row["nodes"] for row in mine})
             axes.set_xticks(sizes, [str(size) for size in sizes])
             axes.legend(fontsize="x-small")

@@ -4,43 +4,36 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
-from ..engine.journal import Journal, Reader, files
 from ..lab.results import result, write
-from ..report.runs import Run, settled, summarise
 from .console import errors, failure, output
-
-LAST = 50
-"""Numbers are means over so many of the latest steps; times over the middle half of them, by length."""
-SHADES = {"compute": "magenta", "exposed": "red", "encode": "yellow", "wire": "blue", "decode": "green"}
-WORDS = {"compute": "computing", "exposed": "waiting", "encode": "encode", "wire": "wire", "decode": "decode"}
 
 
 def top(
-    run: Annotated[Path, typer.Argument(help="What `wire.log_to` writes: a file or a folder.")],
+    run: Annotated[Path, typer.Argument(help="A journal written by `wire.log_to`: file or folder.")],
     once: Annotated[bool, typer.Option("--once", help="Print one frame and stop.")] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+    interval: Annotated[float, typer.Option(help="Seconds between updates.", min=0.1)] = 1.0,
     groups: Annotated[
-        int, typer.Option(help="Show so many groups, those with the most time on the wire.", min=0)
+        int, typer.Option(help="Number of groups to show, those with the most wire time first.", min=0)
     ] = 12,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file, once.")] = None,
 ) -> None:
-    """Watch a running job: where its steps go, what it sends, what happened last. Ctrl-C ends it.
+    """Watch a running job: step time by phase, traffic, latest events. Ctrl-C ends it.
 
-    Where the output is no terminal it prints one frame.
+    Prints one frame if the output is not a terminal.
 
     Example: thinwire top runs/micro
     """
+    from ..report.runs import summarise
+    from ..report.terminal import LAST, Watched, frame
+
     with errors():
         watched = Watched(run)
-        watched.look()
+        watched.update()
         if not watched.journal.starts:
             raise failure(f"{watched.path}: nothing was written yet")
         if json_file is not None:
@@ -51,116 +44,5 @@ def top(
         with Live(frame(watched.run, groups), console=output, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
-                watched.look()
+                watched.update()
                 live.update(frame(watched.run, groups), refresh=True)
-
-
-class Watched:
-    """The journal of the lowest rank of a run, as far as it is written."""
-
-    def __init__(self, run: Path) -> None:
-        self.path = files(run)[0]
-        self._reader = Reader(self.path)
-        self.journal = Journal(str(self.path))
-        self.run = Run(run.stem if run.is_file() else run.resolve().name, [self.journal])
-
-    def look(self) -> None:
-        for line in self._reader.read():
-            self.journal.add(line)
-        # A job may run for weeks; only what is shown is kept.
-        for step in sorted(self.journal.by_step)[: -4 * LAST]:
-            del self.journal.by_step[step]
-        del self.journal.notes[: -4 * LAST], self.journal.events[: -4 * LAST]
-        self.journal.traces.clear()
-
-
-def frame(run: Run, most: int) -> RenderableType:
-    """What the terminal shows."""
-    found, row = run.first, summarise(run, LAST)
-    if not found.by_step:
-        return Text(f"{_clean(run.name)}: {_clean(found.start.codec)} on {found.start.world} ranks, no step yet")
-    last = found.steps[-1]
-    ago = max(0.0, time.time() - last.time)
-    head = Text.assemble(
-        (_clean(run.name), "bold"), f"  {_clean(row['codec'])} on {row['ranks']} ranks, ", (f"step {last.step}", "bold"),
-        f", {_ago(ago)} ago" + (f", loss {row['loss']:.4g}" if row["loss"] is not None else ""),
-    )  # fmt: skip
-    return Group(head, Text(), _split(row), Text(_sent(row)), *_groups(found, most), *_events(found))
-
-
-def _split(row: dict[str, Any]) -> Table:
-    """How long a step is, and a bar for each thing that it is spent on."""
-    table = Table.grid(padding=(0, 2))
-    seconds = row["seconds"] or 0.0
-    table.add_row("step", f"{1000 * seconds:.1f} ms", "")
-    for name, shade in SHADES.items():
-        value = row[name]
-        if value is None:
-            continue
-        share = value / seconds if seconds else 0.0
-        note = "  (beside computing, as far as it can)" if name == "encode" else ""
-        bar = Text("█" * min(40, round(40 * share)), style=shade)
-        table.add_row(f"  {WORDS[name]}", f"{1000 * value:.1f} ms", Text.assemble(bar, f" {100 * share:.0f} %{note}"))
-    return table
-
-
-def _sent(row: dict[str, Any]) -> str:
-    parts = []
-    if row["bytes"] is not None:
-        parts.append(f"sends {row['bytes'] / 1e6:.3f} MB a step")
-        if row["dense_bytes"]:
-            parts[-1] += f" ({row['dense_bytes'] / max(row['bytes'], 1):.1f} times less than dense)"
-    if row["density"] is not None:
-        asked = f" of {100 * row['target']:.3g} %" if row["target"] is not None else ""
-        parts.append(f"density {100 * row['density']:.3g} %{asked}")
-    if row["residual_norm"] is not None:
-        parts.append(f"residual norm {row['residual_norm']:.4g}")
-    if row["skipped"]:
-        parts.append(f"{row['skipped']} steps skipped")
-    return "\n" + ", ".join(parts) if parts else ""
-
-
-def _groups(found: Journal, most: int) -> list[RenderableType]:
-    groups = found.layouts[-1].groups if found.layouts else ()
-    steps = [step for step in settled(found.steps) if len(step.groups) == len(groups)][-LAST:]
-    if not groups or not steps or not most:
-        return []
-    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
-    for title in ("group", "codec", "elements", "encode", "wire", "decode", "KB a step"):
-        table.add_column(title, justify="left" if title in ("group", "codec") else "right")
-    sums = [
-        [
-            sum(getattr(step.groups[at], name) for step in steps) / len(steps)
-            for name in ("encode", "wire", "decode", "bytes")
-        ]
-        for at in range(len(groups))
-    ]
-    for at in sorted(range(len(groups)), key=lambda at: -sums[at][1])[:most]:
-        group, (encode, wire, decode, size) = groups[at], sums[at]
-        codec = f"{group.codec} via {group.chain}" if group.chain else group.codec
-        times = [f"{1000 * value:.2f} ms" for value in (encode, wire, decode)]
-        table.add_row(_text(group.name), _text(codec), f"{group.elements:,}", *times, f"{size / 1e3:.1f}")
-    hidden = len(groups) - most
-    return [Text(), table, *([Text(f"and {hidden} more groups", style="dim")] if hidden > 0 else [])]
-
-
-def _events(found: Journal) -> list[RenderableType]:
-    if not found.events:
-        return []
-    lines = [_clean(f"step {event.step}: {event.what}: {event.text}".splitlines()[0]) for event in found.events[-5:]]
-    return [Text(), Text("\n".join(lines), style="yellow")]
-
-
-def _ago(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _clean(text: str) -> str:
-    """A name out of a file must not move the cursor."""
-    return "".join(letter if letter.isprintable() else "�" for letter in text)
-
-
-def _text(text: str) -> Text:
-    return Text(_clean(text), overflow="fold")

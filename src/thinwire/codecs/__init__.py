@@ -1,4 +1,4 @@
-"""What is sent: one file a compressor. `base.py` is the contract, `registry.py` their names and text form."""
+"""Gradient compressors, one per file. `base.py` is their interface, `registry.py` their names and text form."""
 
 from .adacomp import AdaComp
 from .base import Codec, CodecState, Estimate, Gather, GatheredCodec, GroupInfo, Message, ParameterInfo, Sum

@@ -1,4 +1,4 @@
-"""Bins decide for themselves how much they send: local selection with one scale for what is sent (AdaComp)."""
+"""AdaComp: each bin of elements selects by its own maximum and sends signs with a shared scale."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .. import kernels, ranges
 from ..errors import MessageCoding, MessageCount, MessageIndex, MessageLength
 from ..messages import HEADER_BYTES, Flag, Header, IndexCoding, ValueCoding, read_header, write_header
 from .base import CodecState, Estimate, GatheredCodec, GroupInfo, Message, ParameterInfo
@@ -21,7 +22,7 @@ _TABLE = 3  # uint32 a segment: first bin, bins, words
 
 @dataclass
 class Segment:
-    """One tensor of a group: its bins, and the scratch that its encoding needs."""
+    """One tensor of a group: its bins, and scratch memory for encoding."""
 
     parameter: ParameterInfo
     bin_length: int
@@ -46,19 +47,20 @@ class AdaCompState(CodecState):
 
 @dataclass(frozen=True)
 class AdaComp(GatheredCodec):
-    """Every bin of consecutive elements sends those that its latest gradient pushes to the bin's own maximum.
+    """Each bin of consecutive elements sends those that its latest gradient pushes to the bin's maximum.
 
-    An element goes when |residual + factor * gradient| reaches the largest |residual + gradient| of its bin; it goes as a
-    sign, times a scale. There is no density to choose: about five elements a bin are sent in the long run.
+    An element is sent when |residual + factor * gradient| reaches the largest |residual + gradient| of its bin, as a sign
+    times a scale. There is no density to choose: about five elements per bin are sent in the long run.
 
     bin_conv    bin length of convolutions: words of 8 bits, about 40 times smaller than fp32
     bin_dense   bin length of all other layers: words of 16 bits, about 170 times smaller
     scale       tile: one scale for every 4050 or 16000 elements, the mean of their bins' maxima; layer: one for the whole
-                tensor, as the paper. A layer's small bins overshoot and swing back with the layer's scale: residuals there
-                were 13 to 18 times the gradient where a tile's own scale left 1.5 to 1.6 (`docs/codecs.md`).
+                tensor, as in the paper. Bins of small values overshoot with a scale of the whole layer and oscillate:
+                residuals there were 13 to 18 times the gradient, 1.5 to 1.6 with a scale per tile (`docs/codecs.md`).
 
     Bytes: 8 or 16 bits for each element sent, gathered; never more than a quarter or half of fp32.  Memory passes: one,
-    with two loops a bin in the cache, and the cache lines of what is sent.
+    with two loops per bin in the cache, and the cache lines of the elements sent.
+    Source: Chen et al. 2018, "AdaComp"; see `docs/methods/adacomp.md`.
     """
 
     bin_conv: int = 50
@@ -71,8 +73,7 @@ class AdaComp(GatheredCodec):
             length = getattr(self, name)
             if not isinstance(length, int) or not 1 <= length <= LARGEST_BIN:
                 raise ValueError(f"{name} must be a whole number from 1 to {LARGEST_BIN}, not {length!r}")
-        if not self.factor >= 1.0:
-            raise ValueError(f"factor must be at least 1, not {self.factor!r}")
+        ranges.number("factor", self.factor, 1.0)
         if self.scale not in ("tile", "layer"):
             raise ValueError(f"scale must be 'tile' or 'layer', not {self.scale!r}")
 
@@ -80,44 +81,38 @@ class AdaComp(GatheredCodec):
         return self.bin_conv if parameter.kind == "conv" else self.bin_dense
 
     def start(self, group: GroupInfo, rank: int, world: int) -> AdaCompState:
-        from ..kernels.cpu import adacomp
-
         segments = []
         for parameter in group.parameters:
             length = self.bin_length(parameter)
             bins = -(-parameter.elements // length)
-            tiles = -(-bins // adacomp.tile_bins(length))
+            tiles = -(-bins // kernels.adacomp.tile_bins(length))
             words = np.empty(parameter.elements, np.uint8 if length <= SMALL_BIN else np.uint16)
             offsets, maxima, means = np.zeros(tiles, np.uint32), np.zeros(tiles), np.zeros(tiles, np.float32)
             segments.append(Segment(parameter, length, bins, tiles, words, offsets, maxima, means))
         return AdaCompState(group, rank, world, segments=segments, fixed=self._fixed(group))
 
     def _fixed(self, group: GroupInfo) -> int:
-        from ..kernels.cpu import adacomp
-
         size = HEADER_BYTES
         for parameter in group.parameters:
             length = self.bin_length(parameter)
             bins = -(-parameter.elements // length)
-            tiles = -(-bins // adacomp.tile_bins(length))
+            tiles = -(-bins // kernels.adacomp.tile_bins(length))
             size += 4 * (_TABLE + (tiles if self.scale == "tile" else 1))
         return size
 
-    # -- writing -------------------------------------------------------------------------------------------------------
+    # -- encode -------------------------------------------------------------------------------------------------------
 
     def encode(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Message:
-        from ..kernels.cpu import adacomp, sliced
-
         assert isinstance(state, AdaCompState)
         new, old, segments = gradient.numpy(), residual.numpy(), state.segments
 
         def encode(place: int, _: int) -> bool:
             segment = segments[place]
-            finite, segment.written = adacomp.encode_segment(
+            finite, segment.written = kernels.adacomp.encode_segment(
                 segment.of(new),
                 segment.of(old),
                 segment.bin_length,
-                self.factor,
+                float(self.factor),
                 segment.words,
                 segment.offsets,
                 segment.maxima,
@@ -125,7 +120,7 @@ class AdaComp(GatheredCodec):
             )
             return finite
 
-        finite = all(sliced.each([(place, place + 1) for place in range(len(segments))], encode))
+        finite = all(kernels.sliced.each([(place, place + 1) for place in range(len(segments))], encode))
         buffer = state.outgoing.numpy()
         if not finite:
             write_header(buffer, Header(IndexCoding.OPAQUE, ValueCoding.NONE, Flag.NONFINITE, 0, 0, 0))
@@ -138,9 +133,7 @@ class AdaComp(GatheredCodec):
         return Message(size)
 
     def _write(self, buffer: NDArray[np.uint8], state: AdaCompState) -> tuple[int, int]:
-        """Table, scales and words; words of as many segments as fit, from a place on that changes with the step."""
-        from ..kernels.cpu import adacomp
-
+        """Table, scales and words, of as many segments as fit; the first segment rotates with the step."""
         count = len(state.segments)
         table = buffer[HEADER_BYTES : HEADER_BYTES + 4 * _TABLE * count].view("<u4").reshape(count, _TABLE)
         table[:] = 0
@@ -160,7 +153,7 @@ class AdaComp(GatheredCodec):
             else:
                 words = np.empty(max(room, 0) // segment.words.itemsize, segment.words.dtype)
                 first = state.step * 7919 % max(segment.bins, 1)
-                bins, written = adacomp.cut_segment(
+                bins, written = kernels.adacomp.cut_segment(
                     segment.words, segment.offsets, segment.bins, segment.bin_length, first, words.size, words
                 )
                 words = words[:written]
@@ -175,34 +168,30 @@ class AdaComp(GatheredCodec):
         return at, entries
 
     def _scales(self, segment: Segment) -> NDArray[np.float32]:
-        from ..kernels.cpu import adacomp
-
         if self.scale == "layer":
-            return np.array([adacomp.layer_scale(segment.maxima, segment.bins)], np.float32)
-        tile = adacomp.tile_bins(segment.bin_length)
+            return np.array([kernels.adacomp.layer_scale(segment.maxima, segment.bins)], np.float32)
+        tile = kernels.adacomp.tile_bins(segment.bin_length)
         bins = np.full(segment.tiles, tile, np.float64)
         if segment.tiles:
             bins[-1] = segment.bins - tile * (segment.tiles - 1)
         return (segment.maxima / bins).astype(np.float32)
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    # -- decode -------------------------------------------------------------------------------------------------------
 
     def decode(self, messages: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
         assert isinstance(state, AdaCompState)
         self._add([message.numpy() for message in messages], out.numpy(), scale, state)
 
     def write(self, messages: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
-        """All ranks tile by tile, so that a tile is written once, while it is in the cache."""
-        from ..kernels.cpu import adacomp, sliced
-
+        """All ranks tile by tile, so that each tile is written once, while it is in the cache."""
         assert isinstance(state, AdaCompState)
         flat = out.numpy()
         parts = [list(self._read(message.numpy(), state)) for message in messages]
-        if not all(parts):  # of a rank whose gradient was not finite: the step is void
+        if not all(parts):  # a message without words: some gradient was not finite, the step is void
             super().write(messages, out, scale, state)
             return
         if sum(parameter.elements for parameter in state.group.parameters) < out.numel():
-            sliced.clear(flat)  # what lies between them
+            kernels.sliced.clear(flat)  # gaps between parameters
         tensors = list(zip(*parts, strict=True))
 
         def decode(place: int, _: int) -> None:
@@ -211,7 +200,7 @@ class AdaComp(GatheredCodec):
             words = np.concatenate([part[4] for part in ranks])
             ends = np.cumsum([0, *(part[4].size for part in ranks)])
             firsts, bins = (np.array([part[i] for part in ranks], np.int64) for i in (1, 2))
-            code, rank = adacomp.decode_all(
+            code, rank = kernels.adacomp.decode_all(
                 words, ends[:-1], ends[1:], segment.bin_length, np.stack([part[3] for part in ranks]),
                 segment.of(flat), scale, firsts, bins,
             )  # fmt: skip
@@ -219,16 +208,16 @@ class AdaComp(GatheredCodec):
                 name = segment.parameter.name
                 raise MessageIndex(f"the words of {name!r} from rank {rank} are malformed (code {code})")
 
-        sliced.each([(place, place + 1) for place in range(len(tensors))], decode)
+        kernels.sliced.each([(place, place + 1) for place in range(len(tensors))], decode)
 
     def _add(
         self, messages: Sequence[NDArray[np.uint8]], out: NDArray[np.float32], scale: float, state: AdaCompState
     ) -> None:
-        from ..kernels.cpu import adacomp
-
         for message in messages:
             for segment, first, bins, scales, words in self._read(message, state):
-                code = adacomp.decode_segment(words, segment.bin_length, scales, segment.of(out), scale, first, bins)
+                code = kernels.adacomp.decode_segment(
+                    words, segment.bin_length, scales, segment.of(out), scale, first, bins
+                )
                 if code:
                     raise MessageIndex(f"the words of {segment.parameter.name!r} are malformed (code {code})")
 
@@ -249,7 +238,7 @@ class AdaComp(GatheredCodec):
         table = message[HEADER_BYTES : HEADER_BYTES + 4 * _TABLE * count].copy().view("<u4")
         at, scales_at = state.fixed, HEADER_BYTES + 4 * _TABLE * count
         if int(table.reshape(count, _TABLE)[:, 2].sum()) != header.entries:
-            raise MessageCount(f"entries: the header says {header.entries}, the table another number")
+            raise MessageCount(f"entries: the header says {header.entries}, the table a different number")
         for segment, (first, bins, words) in zip(state.segments, table.reshape(count, _TABLE).tolist(), strict=True):
             tiles = segment.tiles if self.scale == "tile" else 1
             scales = message[scales_at : scales_at + 4 * tiles].copy().view("<f4")

@@ -1,9 +1,8 @@
-"""The contract of a compressor.
+"""Interface of a codec (gradient compressor).
 
-A codec is a small frozen value. What it remembers between steps is kept apart, in a `CodecState` for each group and
-rank. `exchange` is a generator: it yields what should travel (`Gather` or `Sum`), is sent the answer, and leaves the
-mean over all ranks in `gradient`. It knows nothing of processes: the engine, `LocalWorld` and the tests drive the
-same generator.
+A codec is a small frozen value; what it keeps between steps is in a separate `CodecState` per group and rank. `exchange` is
+a generator: it yields requests for collectives (`Gather` or `Sum`), is sent their results, and leaves the mean over all
+ranks in `gradient`. It is independent of processes: real jobs, `LocalWorld` and tests drive the same generator.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from typing import Any, ClassVar, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..messages import HEADER_BYTES
+from .names import to_text
 from .schedule import Warmup
 
 
@@ -34,10 +35,10 @@ class ParameterInfo:
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """What a codec is told of a group. `parameters` are those it compresses; what lies between them is zero.
+    """Layout of a group. `parameters` are those to compress; elements between them are zero.
 
-    `tail` elements at the end of a buffer yielded as `Sum(..., tail=True)` belong to the engine: small tensors that
-    ride along, and last the flag for non-finite values.
+    The last `tail` elements of a buffer yielded as `Sum(..., tail=True)` belong to the engine: small tensors that are sent
+    along, and finally the flag for non-finite values.
     """
 
     name: str
@@ -48,7 +49,7 @@ class GroupInfo:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What an exchange of one group costs a rank: bytes it hands to each collective, and passes over memory.
+    """Cost of exchanging one group, per rank: bytes contributed to each collective, and passes over memory.
 
     `gathered` is the size of its message in an all-gather, `summed` that of its buffer in an all-reduce; `passes` counts
     reads and writes of the whole group in units of `residual.add_(gradient)`.
@@ -68,18 +69,18 @@ class Message:
 
 @dataclass(slots=True)
 class Gather:
-    """Ask for the messages of all ranks. The answer is one uint8 tensor a rank, in rank order."""
+    """Request the messages of all ranks. The result is one uint8 tensor per rank, in rank order."""
 
     message: Message
 
 
 @dataclass(slots=True)
 class Sum:
-    """Ask for the sum of `values` over all ranks (the mean if `average`), in place. The answer is the same tensor.
+    """Request the sum of `values` over all ranks (the mean if `average`), in place. The result is the same tensor.
 
-    With `tail=True` the last `group.tail` elements of float32 values are the engine's; beside other values it sends a tail of
-    its own. `finite=False` makes the step void on all ranks. It travels in the tail of float32 values; without one the engine
-    tests the result itself.
+    With `tail=True` the last `group.tail` elements of float32 values belong to the engine; next to other dtypes it sends a
+    separate tail. `finite=False` makes the step void on all ranks. It is sent in the tail of float32 values; without one the
+    engine tests the result itself.
     """
 
     values: Tensor
@@ -89,13 +90,12 @@ class Sum:
 
 
 Request: TypeAlias = Gather | Sum
-Answer: TypeAlias = list[Tensor] | Tensor
 Steps: TypeAlias = Generator[Request, Any, None]
 
 
 @dataclass
 class CodecState:
-    """What one rank remembers of one group between steps.
+    """What one rank keeps of one group between steps.
 
     The engine sets `step`, `outgoing` (uint8, exactly as long as a message may be in this step) before each exchange.
     """
@@ -107,16 +107,16 @@ class CodecState:
     outgoing: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     saved: ClassVar[tuple[str, ...]] = ()
-    """The fields that a checkpoint keeps."""
+    """Fields that checkpoints store."""
     elementwise: ClassVar[tuple[str, ...]] = ()
-    """Those of them that are flat tensors with a value for each element of the group. Where ranks change: their mean."""
+    """Saved fields that are flat tensors with a value per element of the group. When the world size changes: their mean."""
     agreed: ClassVar[tuple[str, ...]] = ()
-    """Those that must be equal on all ranks, because what they send each other follows from them."""
+    """Saved fields that must be equal on all ranks, because message layouts depend on them."""
     common: ClassVar[tuple[str, ...]] = ()
-    """Those that are equal on all ranks and mean the same for any number of them: kept where ranks change."""
+    """Saved fields that are equal on all ranks and valid for any world size: kept when it changes."""
 
     def check(self) -> None:
-        """Raise a ValueError if the saved fields, which come from a file, hold what no run can have left in them."""
+        """Raise ValueError if the saved fields, which come from a file, hold values that no run can produce."""
 
 
 @dataclass(frozen=True)
@@ -126,22 +126,22 @@ class Codec:
     rounds: ClassVar[int] = 1
     keeps_residual: ClassVar[bool] = True
     rides: ClassVar[bool] = False
-    """Whether its sums have a tail, in which small tensors can travel along."""
+    """Whether its sums have a tail, in which small tensors can be sent along."""
     direct: ClassVar[bool] = False
-    """Whether the exchange is nothing but the all-reduce of the gradient, in its own dtype."""
+    """Whether the exchange is a plain all-reduce of the gradient in its own dtype."""
 
     adjustable: ClassVar[tuple[str, ...]] = ()
-    """Fields that may change from step to step: by a schedule such as `Warmup`, or by `wire.set`."""
+    """Fields that may change between steps: by a schedule such as `Warmup`, or by `wire.set`."""
 
     def at(self, step: int, settings: Mapping[str, Any] = MappingProxyType({})) -> Self:
-        """This codec with the numbers that its schedules have in a step, or those that `settings` give instead."""
+        """This codec with its schedules evaluated at a step; `settings` take precedence."""
         numbers = {name: settings.get(name, getattr(self, name)) for name in self.adjustable}
         numbers = {name: value.at(step) if isinstance(value, Warmup) else value for name, value in numbers.items()}
         changed = {name: value for name, value in numbers.items() if value != getattr(self, name)}
         return dataclasses.replace(self, **changed) if changed else self
 
     def adjusted(self, state: CodecState) -> None:
-        """`wire.set` has changed something: the state may have to follow faster than from step to step."""
+        """Called after `wire.set`: a state may have to adapt faster than it does from step to step."""
 
     def start(self, group: GroupInfo, rank: int, world: int) -> CodecState:
         return CodecState(group, rank, world)
@@ -150,58 +150,51 @@ class Codec:
         """Exchange one group. gradient, residual: flat float32 [elements]; both are changed in place.
 
         Afterwards `gradient` holds the mean and `residual` what this rank has not sent yet. The residual must stay
-        finite whatever the gradient holds. Where `keeps_residual` is false, `residual` is empty.
+        finite for any gradient. Where `keeps_residual` is false, `residual` is empty.
         """
         raise NotImplementedError
 
     def undo(self, residual: Tensor, state: CodecState) -> None:
-        """Put back into the residual what this step's exchange took out, and forget what the state learnt from it.
+        """Return to the residual what this step's exchange took out, and roll the state back.
 
-        Called when the step turns out to be void on all ranks. What was learnt and is only used after `commit` needs no
-        undoing.
+        Called when the step turns out to be void on all ranks. State that only takes effect in `commit` needs no rollback.
         """
 
     def commit(self, states: Sequence[CodecState]) -> None:
-        """The step counts: move what is learnt from it (thresholds). `states` are those of all groups of this codec."""
+        """The step is valid: update adaptive state (thresholds). `states` are those of all groups of this codec."""
 
     def estimate(self, group: GroupInfo, world: int) -> Estimate:
         raise NotImplementedError
 
     def sent(self, entries: int, state: CodecState) -> int:
-        """How many elements of this rank's gradient the last exchange took; `entries` are those of its own message."""
+        """Elements of this rank's gradient that the last exchange sent; `entries` is the count in its message."""
         return entries
 
     def smallest_capacity(self, group: GroupInfo) -> int:
-        """Bytes without which a message of this codec makes no progress."""
+        """Smallest message, in bytes, with which this codec makes progress."""
         return HEADER_BYTES + 64
 
     def __str__(self) -> str:
-        from .registry import to_text
-
         return to_text(self)
 
 
 @dataclass(frozen=True)
 class GatheredCodec(Codec):
-    """Codecs whose ranks choose their own coordinates: they write `encode` and `decode`, and gather messages once.
+    """Base of codecs whose ranks choose their own coordinates: `encode`, one all-gather of messages, `decode`.
 
-    Messages are added in rank order, so all ranks hold the same bits.
+    Messages are added in rank order, so results are equal bit for bit on all ranks.
     """
 
     def encode(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Message:
         """Accumulate, select and clear; write one message into `state.outgoing`, never more than fits there.
 
-        What does not fit stays in the residual. `header.wanted` says what would have been sent with enough room.
+        What does not fit stays in the residual. `header.wanted` is the size with enough capacity.
         """
         raise NotImplementedError
 
     def decode(self, messages: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
-        """Add all messages times `scale` to `out`, a flat float32 tensor, one message after the other."""
+        """Add all messages times `scale` to `out`, a flat float32 tensor, in the order given."""
         raise NotImplementedError
-
-    def aggregate(self, messages: Sequence[Tensor], state: CodecState) -> Tensor:
-        """One message with the sum of several, for chains that add before they send on."""
-        raise NotImplementedError(f"{self} cannot add messages without decoding them")
 
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
         message = self.encode(gradient, residual, state)
@@ -209,10 +202,8 @@ class GatheredCodec(Codec):
         self.write(messages, gradient, 1.0 / state.world, state)
 
     def write(self, messages: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
-        """The sum of all messages times `scale`, whatever `out` held before; the same bits as `decode` into zeros."""
-        from ..kernels.cpu import sliced
-
-        sliced.clear(out.numpy())
+        """Overwrite `out` with the sum of all messages times `scale`; the same bits as `decode` into zeros."""
+        kernels.sliced.clear(out.numpy())
         self.decode(messages, out, scale, state)
 
     def undo(self, residual: Tensor, state: CodecState) -> None:

@@ -1,15 +1,16 @@
-"""What codecs share that send a few bits of every element and one scale for each block of elements."""
+"""Block-wise quantisation: a few bits per element and one scale per block."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .. import kernels, ranges
 from ..errors import MessageCoding, MessageCount, MessageLength
 from ..messages import HEADER_BYTES, Flag, Header, IndexCoding, ValueCoding, read_header, write_header
 from .base import CodecState, Estimate, GatheredCodec, GroupInfo, Message
@@ -18,95 +19,55 @@ CHUNK = 1 << 16  # elements whose sum over ranks stays in the cache while all me
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
-Places = NDArray[np.int64]
-
-
-class Kernels(Protocol):
-    """What a kernel module must have; see `kernels.cpu.int8`."""
-
-    def encode(
-        self,
-        residual: Floats,
-        gradient: Floats,
-        starts: Places,
-        stops: Places,
-        places: Places,
-        scales: Floats,
-        codes: Bytes,
-    ) -> bool: ...
-
-    def add(
-        self,
-        out: Floats,
-        starts: Places,
-        stops: Places,
-        places: Places,
-        scales: Floats,
-        codes: Bytes,
-        factor: float,
-        first: int,
-        last: int,
-    ) -> None: ...
-
-
-def _none() -> Places:
-    return np.empty(0, np.int64)
 
 
 @dataclass
 class BlockwiseState(CodecState):
-    """Block i covers elements [starts[i], stops[i]) of the group; its codes begin at byte places[i] of all codes."""
+    """Block i covers elements [blocks[i, 0], blocks[i, 1]) of the group; its codes begin at byte blocks[i, 2] of all."""
 
-    starts: Places = field(default_factory=_none)
-    stops: Places = field(default_factory=_none)
-    places: Places = field(default_factory=_none)
-    chunks: list[tuple[int, int]] = field(default_factory=list)
+    blocks: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
+    chunks: list[slice] = field(default_factory=list)
     elements: int = 0
     payload: int = 0
 
 
 @dataclass(frozen=True)
 class BlockwiseCodec(GatheredCodec):
-    """One float32 scale a block, then the codes of all elements. Every message has the same size.
+    """One float32 scale per block, then the codes of all elements. All messages have the same size.
 
-    Blocks lie inside one parameter, so nothing is sent for the places between parameters, and no tensor has the scale of
-    its neighbour. The payload is OPAQUE: the scales of all blocks, then the codes of all blocks. Subclasses give
-    the kernels and the bytes of a block.
+    A block lies inside one parameter, so nothing is sent for gaps between parameters, and no tensor shares a scale with its
+    neighbour. The payload is OPAQUE: the scales of all blocks, then the codes of all blocks. Subclasses give the bits per
+    element, see `kernels.cpu.blockwise`.
     """
 
     block: int = 1024
 
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"block must be at least 1, not {self.block!r}")
+    bits: ClassVar[int]
 
-    def kernels(self) -> Kernels:
-        raise NotImplementedError
+    def __post_init__(self) -> None:
+        ranges.whole("block", self.block, 1)
 
     def code_bytes(self, elements: int) -> int:
         """Bytes for the codes of one block."""
-        raise NotImplementedError
+        return -(-elements * self.bits // 8)
 
     def start(self, group: GroupInfo, rank: int, world: int) -> BlockwiseState:
-        starts, stops, places, at = list[int](), list[int](), list[int](), 0
+        blocks, at = list[tuple[int, int, int]](), 0
         for parameter in group.parameters:
             end = parameter.offset + parameter.elements
             for start in range(parameter.offset, end, self.block):
-                starts.append(start)
-                stops.append(min(start + self.block, end))
-                places.append(at)
-                at += self.code_bytes(stops[-1] - start)
+                stop = min(start + self.block, end)
+                blocks.append((start, stop, at))
+                at += self.code_bytes(stop - start)
         each = max(1, CHUNK // self.block)
         return BlockwiseState(
             group,
             rank,
             world,
-            starts=np.array(starts, np.int64),
-            stops=np.array(stops, np.int64),
-            places=np.array(places, np.int64),
-            chunks=[(first, min(first + each, len(starts))) for first in range(0, len(starts), each)],
+            blocks=np.array(blocks, np.int64).reshape(-1, 3),
+            chunks=[slice(first, first + each) for first in range(0, len(blocks), each)],
             elements=sum(parameter.elements for parameter in group.parameters),
-            payload=4 * len(starts) + at,
+            payload=4 * len(blocks) + at,
         )
 
     def encode(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Message:
@@ -115,13 +76,12 @@ class BlockwiseCodec(GatheredCodec):
         if message.size < size:
             raise ValueError(f"{self} sends {size} bytes or nothing; there is room for {message.size}")
         scales, codes = _parts(message, state)
-        flat, blocks = residual.numpy(), (state.starts, state.stops, state.places)
-        kernels = self.kernels()
-        if kernels.encode(flat, gradient.numpy(), *blocks, scales, codes):
+        flat = residual.numpy()
+        if kernels.blockwise.encode(flat, gradient.numpy(), state.blocks, scales, codes, self.bits):
             header = Header(IndexCoding.OPAQUE, ValueCoding.NONE, Flag(0), state.elements, size, state.payload)
         else:
-            # One pass accumulates and takes; what it took before it met the bad block goes back.
-            kernels.add(flat, *blocks, scales, codes, 1.0, 0, len(state.starts))
+            # Accumulation and encoding are one pass: return what was taken from the finite blocks.
+            kernels.blockwise.add(flat, state.blocks, scales, codes, 1.0, self.bits)
             header = Header(IndexCoding.OPAQUE, ValueCoding.NONE, Flag.NONFINITE, 0, 0, 0)
         write_header(message, header)
         return Message(HEADER_BYTES + header.payload)
@@ -129,13 +89,12 @@ class BlockwiseCodec(GatheredCodec):
     def decode(self, messages: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
         assert isinstance(state, BlockwiseState)
         parts = [_parts(message.numpy(), state) for message in messages if self._check(message.numpy(), state)]
-        flat, add, blocks = out.numpy(), self.kernels().add, (state.starts, state.stops, state.places)
-        for first, last in state.chunks:
+        for chunk in state.chunks:
             for scales, codes in parts:
-                add(flat, *blocks, scales, codes, scale, first, last)
+                kernels.blockwise.add(out.numpy(), state.blocks[chunk], scales[chunk], codes, scale, self.bits)
 
     def _check(self, message: Bytes, state: BlockwiseState) -> bool:
-        """Raise for a message that is none of this codec's; False for one that holds nothing."""
+        """Raise for a message of another codec; False for an empty one."""
         header = read_header(message)
         if (header.index, header.values) != (IndexCoding.OPAQUE, ValueCoding.NONE):
             raise MessageCoding(
@@ -166,6 +125,6 @@ class BlockwiseCodec(GatheredCodec):
 
 
 def _parts(message: Bytes, state: BlockwiseState) -> tuple[Floats, Bytes]:
-    """Scales and codes in the payload of a message that is long enough."""
-    border = HEADER_BYTES + 4 * len(state.starts)
+    """Scales and codes in the payload of a sufficiently long message."""
+    border = HEADER_BYTES + 4 * len(state.blocks)
     return message[HEADER_BYTES:border].view(np.float32), message[border : HEADER_BYTES + state.payload]

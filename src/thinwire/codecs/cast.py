@@ -1,4 +1,4 @@
-"""Half the bytes: gradients travel in a 16-bit floating-point format."""
+"""Cast to a 16-bit floating-point format: half the bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CastState(CodecState):
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Round to bf16 or fp16, all-reduce, widen. Nothing is kept: the sum itself rounds on its way from rank to rank.
+    """Round to bf16 or fp16, all-reduce, widen. No residual: the all-reduce itself rounds at every hop.
 
     Each rank divides by the world size before it rounds, so that a sum of fp16 values overflows only where the mean does.
     Bytes: 2 * elements, all-reduced.  Memory passes: two, half as wide on one side.

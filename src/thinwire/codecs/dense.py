@@ -14,7 +14,7 @@ from .base import Codec, CodecState, Estimate, GroupInfo, Steps, Sum
 class Dense(Codec):
     """The plain mean, as DDP without a hook computes it.
 
-    Bytes: 4 * elements, all-reduced.  Memory passes: none of its own.
+    Bytes: 4 * elements, all-reduced.  Memory passes: none.
     """
 
     keeps_residual: ClassVar[bool] = False

@@ -1,7 +1,7 @@
-"""Random numbers that every rank draws alike, because they follow from a key: seed, step, name.
+"""Shared randomness: numbers derived from a key (seed, step, name), equal on all ranks.
 
-The key is hashed with BLAKE2 (Python's own `hash` of a text differs from process to process) and the digest seeds a
-bit generator, whose raw output NumPy promises to keep; its distributions it does not.
+The key is hashed with BLAKE2 (Python's `hash` of a string differs between processes) and the digest seeds a bit generator,
+whose raw output NumPy keeps stable between versions, unlike its distributions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def uniform(bits: np.random.PCG64, count: int) -> NDArray[np.float64]:
 def subset(bits: np.random.PCG64, elements: int, count: int) -> NDArray[np.int32]:
     """`count` distinct numbers below `elements`, ascending; every such set is equally likely.
 
-    Numbers are drawn until enough of them differ, each time as many as are missing. Time: a few sorts of the set; above
-    half of the elements the complement is drawn instead.
+    Draws as many numbers as are missing until enough are distinct. Time: a few sorts of the set; above half of the elements
+    the complement is drawn instead.
     """
     if 2 * count > elements:
         kept = np.ones(elements, np.bool_)

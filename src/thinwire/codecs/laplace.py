@@ -1,4 +1,4 @@
-"""The largest elements by a threshold that is estimated, corrected and remembered (Laplacian top-k)."""
+"""Laplacian top-k: the largest elements, by a threshold that is estimated, corrected and carried over between steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .. import kernels, ranges
 from .base import CodecState, Estimate, GroupInfo
 from .sparse import VALUE_CODINGS, SparseCodec, SparseState
 
@@ -20,7 +21,7 @@ def _cold() -> NDArray[np.float64]:
 
 @dataclass
 class LaplaceState(SparseState):
-    """What the search remembers of the last step that counts: a `laplace_search.Warm`; `next_warm` waits for `commit`."""
+    """The search state after the last valid step, a `laplace_search.Warm`; `next_warm` takes effect in `commit`."""
 
     warm: NDArray[np.float64] = field(default_factory=_cold)
     next_warm: NDArray[np.float64] = field(default_factory=_cold)
@@ -29,21 +30,22 @@ class LaplaceState(SparseState):
     saved: ClassVar[tuple[str, ...]] = ("warm", *SparseState.saved)
 
     def check(self) -> None:
+        ranges.array("warm", self.warm)
         threshold, tail, k = self.warm[:3]
-        if not bool(np.isfinite(self.warm).all()) or min(threshold, tail, k) < 0 or (tail > 0 and k < 1):
-            raise ValueError(f"no search leaves {self.warm.tolist()}")
+        if min(threshold, tail, k) < 0 or (tail > 0 and k < 1):
+            raise ValueError(f"warm: no search leaves {self.warm.tolist()}")
 
 
 @dataclass(frozen=True)
 class LaplaceTopK(SparseCodec):
     """About `density` of the elements, the largest by magnitude; `exact=True` gives exactly the top-k.
 
-    At a cold start the threshold comes from a zero-mean Laplacian fit, b * ln(1/density) with b the mean magnitude, and is
-    corrected by a bracketed search along the tail's own slope. Afterwards the last threshold is the first guess, and what lies
-    above it is taken in the pass that accumulates. Without `exact` the count may miss by `tolerance`.
+    On a cold start the threshold comes from a zero-mean Laplacian fit, b * ln(1/density) with b the mean magnitude, and is
+    corrected by a bracketed search along the slope of the tail. Afterwards the last threshold is the first guess, and elements
+    above it are taken in the pass that accumulates. Without `exact` the count may deviate by `tolerance`.
 
-    Bytes: as TopK.  Memory passes: one when warm; with `exact`, and when the threshold moves fast, the cache lines of what is
-    taken.
+    Bytes: as TopK.  Memory passes: one when warm; with `exact`, and when the threshold moves fast, also the cache lines of the
+    elements taken.  See `docs/methods/laplace.md`.
     """
 
     tolerance: float = 0.2
@@ -53,25 +55,23 @@ class LaplaceTopK(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 < self.tolerance < 1.0:
+        if not (isinstance(self.tolerance, int | float) and 0.0 < self.tolerance < 1.0):
             raise ValueError(f"tolerance must be between 0 and 1, not {self.tolerance!r}")
 
     def pick(
         self, gradient: Tensor, residual: Tensor, state: SparseState
     ) -> tuple[bool, NDArray[np.int32], NDArray[np.float32]]:
-        from ..kernels.cpu import laplace_search
-
         assert isinstance(state, LaplaceState)
         k = self.target(state.group)
         if k == 0:
             return True, state.indices[:0], state.values[:0]
         state.room(min(residual.numel(), 8 * k + 64))
         warm = state.warm.tolist()
-        picked = laplace_search.accumulate_pick(
+        picked = kernels.laplace_search.accumulate_pick(
             residual.numpy(),
             gradient.numpy(),
             k,
-            laplace_search.Warm(warm[0], warm[1], int(warm[2]), warm[3], bool(warm[4])),
+            kernels.laplace_search.Warm(warm[0], warm[1], int(warm[2]), warm[3], bool(warm[4])),
             state.indices,
             state.values,
             self.tolerance,

@@ -1,4 +1,4 @@
-"""Matrices as products of two thin ones (PowerSGD)."""
+"""PowerSGD: low-rank approximation of gradient matrices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .. import kernels, ranges
 from . import draws
 from .base import Codec, CodecState, Estimate, GroupInfo, ParameterInfo, Steps, Sum
 
-_LARGEST = 1e36  # a factor beyond it could make a product that is not finite; what it belongs to waits in the residual
+_LARGEST = 1e36  # larger factors could overflow in the product; their matrix stays in the residual
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A parameter seen as rows x columns; its factors begin at these elements of the two sums."""
+    """A parameter as rows x columns; its factors begin at `left_at` and `right_at` of the two sums."""
 
     name: str
     offset: int
@@ -41,7 +42,7 @@ def _empty() -> Tensor:
 
 @dataclass
 class LowRankState(CodecState):
-    """`basis` holds the right factors from which the next step starts; `coming` waits for `commit`."""
+    """`basis` holds the right factors that the next step starts from; `coming` becomes the basis in `commit`."""
 
     matrices: list[Matrix] = field(default_factory=list)
     dense: list[slice] = field(default_factory=list)
@@ -52,9 +53,9 @@ class LowRankState(CodecState):
     second: Tensor = field(default_factory=_empty)
     """Right factors."""
     own: Tensor = field(default_factory=_empty)
-    """This rank's right factors before they were summed."""
+    """This rank's right factors before the sum."""
     kept: Tensor = field(default_factory=_empty)
-    """This rank's dense part before it was summed."""
+    """This rank's dense part before the sum."""
     sent: bool = False
 
     saved: ClassVar[tuple[str, ...]] = ("basis",)
@@ -62,23 +63,22 @@ class LowRankState(CodecState):
     common: ClassVar[tuple[str, ...]] = ("basis",)
 
     def check(self) -> None:
-        if not bool(torch.isfinite(self.basis).all()):
-            raise ValueError("the basis holds a value that is not finite")
+        ranges.array("basis", self.basis)
 
 
 @dataclass(frozen=True)
 class LowRank(Codec):
     """Each matrix as the product of two thin ones, found by one step of power iteration (PowerSGD).
 
-    A parameter with two or more dimensions is a matrix of shape[0] rows where that pays: (rows + columns) * rank < rows *
-    columns. Everything else travels dense in the first sum. With M the residual and gradient of a rank: P = the mean of
-    M Q, made orthonormal; Q = the mean of M' P; the result is P Q', and a rank keeps M - P (M' P)' of its own M. The next
-    step starts from this Q; a column that came out as zero is drawn anew.
+    A parameter with two or more dimensions is a matrix of shape[0] rows where that is smaller: (rows + columns) * rank < rows
+    * columns. Everything else is sent dense in the first sum. With M = residual + gradient of a rank: P = mean of M Q, made
+    orthonormal; Q = mean of M' P; the result is P Q', and the residual becomes M - P (M' P)'. The next step starts from this
+    Q; a column that became zero is redrawn.
 
-    Bytes: 4 * rank * (rows + columns) a matrix and 4 an element of the rest, all-reduced, in two rounds.
-    Memory passes: the one that accumulates, one read for each factor, one read and write for the residual, one write for
-    the result; 8 * rank operations an element.
-    Source: Vogels et al. 2019, "PowerSGD", algorithm 2, with the residual of each rank against its own projection.
+    Bytes: 4 * rank * (rows + columns) per matrix and 4 per element of the rest, all-reduced, in two rounds.
+    Memory passes: the one that accumulates, one read per factor, one read and write for the residual, one write for the
+    result; 8 * rank operations per element.
+    Source: Vogels et al. 2019, "PowerSGD", algorithm 2, with each rank's residual taken against its own projection.
     """
 
     rank: int = 4
@@ -88,8 +88,8 @@ class LowRank(Codec):
     rides: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, not {self.rank!r}")
+        ranges.whole("rank", self.rank, 1)
+        ranges.whole("seed", self.seed, -ranges.SEEDS, ranges.SEEDS)
 
     def start(self, group: GroupInfo, rank: int, world: int) -> LowRankState:
         matrices, dense, left, right, rest = list[Matrix](), list[slice](), 0, 0, 0
@@ -112,12 +112,10 @@ class LowRank(Codec):
         return state
 
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
-        from ..kernels.cpu import lowrank, sliced
-
         assert isinstance(state, LowRankState)
         share = 1.0 / state.world  # before the sums: a mean of finite values is finite, their sum need not be
         state.sent = False
-        finite = sliced.accumulate(residual.numpy(), gradient.numpy())
+        finite = kernels.sliced.accumulate(residual.numpy(), gradient.numpy())
         state.first.zero_()
         if finite:
             for matrix in state.matrices:
@@ -130,7 +128,7 @@ class LowRank(Codec):
             torch.mul(state.kept, share, out=self._rest(state))
         yield Sum(state.first, tail=True, finite=finite)
         if bool(torch.isnan(state.first[-1])):
-            return  # void, as all ranks see; nothing was taken
+            return  # void on all ranks; nothing was taken
 
         state.sent = True
         rest = self._rest(state)
@@ -141,7 +139,7 @@ class LowRank(Codec):
             return
         for matrix in state.matrices:
             left, own = self._left(state.first, matrix), self._right(state.own, matrix)
-            lowrank.orthonormalise(left.numpy())
+            kernels.lowrank.orthonormalise(left.numpy())
             torch.mm(left, residual[matrix.elements].view(matrix.rows, matrix.columns), out=own)
             if not _bounded(own):
                 own.zero_()
@@ -149,29 +147,29 @@ class LowRank(Codec):
         yield Sum(state.second)
         for matrix in state.matrices:
             p, q = self._left(state.first, matrix).numpy(), self._right(state.second, matrix).numpy()
-            lowrank.add_product(p, self._right(state.own, matrix).numpy(), -1.0, residual[matrix.elements].numpy())
-            lowrank.write_product(p, q, gradient[matrix.elements].numpy())
+            kernels.lowrank.add_product(
+                p, self._right(state.own, matrix).numpy(), -1.0, residual[matrix.elements].numpy()
+            )
+            kernels.lowrank.write_product(p, q, gradient[matrix.elements].numpy())
             self._prepare(matrix, q, self._right(state.coming, matrix).numpy(), state.step)
 
     def _prepare(self, matrix: Matrix, right: Floats, coming: Floats, step: int) -> None:
-        """The next step's start. Scaled to 1, so that products of small gradients do not underflow."""
+        """The basis of the next step, scaled to 1, so that products of small gradients do not underflow."""
         for row, values in enumerate(right):
             largest = np.abs(values).max()
             if largest > 0.0:
                 np.divide(values, largest, out=coming[row])
-            else:  # it would stay zero for ever, and the rank would shrink
+            else:  # a zero column would stay zero, and the rank would shrink
                 bits = draws.generator(self.seed, matrix.name, step, row)
                 coming[row] = 2.0 * draws.uniform(bits, values.size) - 1.0
 
     def undo(self, residual: Tensor, state: CodecState) -> None:
-        from ..kernels.cpu import lowrank
-
         assert isinstance(state, LowRankState)
         if not state.sent:
             return
         for matrix in state.matrices:
             left, own = self._left(state.first, matrix).numpy(), self._right(state.own, matrix).numpy()
-            lowrank.add_product(left, own, 1.0, residual[matrix.elements].numpy())
+            kernels.lowrank.add_product(left, own, 1.0, residual[matrix.elements].numpy())
         for place, kept in self._dense(state):
             residual[place] += state.kept[kept]
 
@@ -188,7 +186,7 @@ class LowRank(Codec):
         return Estimate(summed=4 * elements, passes=5.0 + 0.5 * self.rank)
 
     def _matrix(self, parameter: ParameterInfo) -> tuple[int, int] | None:
-        """Rows and columns of a parameter that low rank makes smaller."""
+        """Rows and columns of a parameter where low rank saves bytes, else None."""
         if len(parameter.shape) < 2 or not parameter.elements:
             return None
         rows = parameter.shape[0]
@@ -209,7 +207,7 @@ class LowRank(Codec):
 
     @staticmethod
     def _dense(state: LowRankState) -> Iterator[tuple[slice, slice]]:
-        """Each dense parameter: its place in the group, and in the dense part."""
+        """Slices of each dense parameter in the group and in the dense part."""
         at = 0
         for place in state.dense:
             size = place.stop - place.start
@@ -218,6 +216,6 @@ class LowRank(Codec):
 
 
 def _bounded(factor: Tensor) -> bool:
-    """Whether products of it stay finite; false for NaN."""
+    """Whether its products stay finite; false for NaN."""
     low, high = torch.aminmax(factor)
     return bool(low >= -_LARGEST) and bool(high <= _LARGEST)

@@ -1,4 +1,4 @@
-"""Each rank selects in its own part of the vector, by one threshold that holds the target (MiCRO)."""
+"""MiCRO: each rank selects in its own partition of the vector, by one threshold controlled towards the target density."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import messages
+from .. import kernels, messages, ranges
 from ..errors import MessageCount
 from ..messages import HEADER_BYTES, Flag, ValueCoding, read_header
 from .base import Codec, CodecState, Estimate, Gather, GroupInfo, Message, Steps, Sum
@@ -25,8 +25,8 @@ BINS = 2048
 _SHIFT = 20  # 8 exponent and 3 mantissa bits: 8 bins an octave
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HURRY_STEPS, _HURRY, _CALM, _CALM_BALANCED, _LARGEST_MOVE = 50, 0.5, 0.1, 0.2, 1.5
-_HEADROOM = 1.12  # with balance, what a rank may send, in shares of what a rank sends on average
-_SATURATED = 1.2  # what is taken to have been wanted, in shares of what was sent, when every rank met that limit
+_HEADROOM = 1.12  # with balance, the most that a rank may send, relative to the average rank
+_SATURATED = 1.2  # assumed ratio of wanted to sent elements when every rank hit that limit
 
 
 @dataclass
@@ -38,9 +38,9 @@ class MicroState(CodecState):
     borders: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     usual: float = 0.0
-    """A slow average of what all ranks together sent, from which the limit of a rank follows."""
+    """Slow average of the elements that all ranks together sent; sets the limit per rank."""
     steps: int = 0
-    """Steps with a threshold; 0 until the dense first step has given one."""
+    """Steps with a threshold; 0 until the dense first step has produced one."""
     ends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     chosen: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     support: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -48,14 +48,14 @@ class MicroState(CodecState):
     buffer: Tensor = field(default_factory=lambda: torch.zeros(0))
     histogram: Tensor = field(default_factory=lambda: torch.zeros(0))
     count: int = 0
-    """Elements that were sent."""
+    """Elements sent."""
     wanted: float = 0.0
-    """Elements that all ranks together would have sent, cut ones included."""
+    """Elements that all ranks together selected, including those cut."""
     imbalance: float = 1.0
     velocity: Tensor = field(default_factory=lambda: torch.empty(0))
-    """The momentum after the last step that counts; empty without it."""
+    """The momentum after the last valid step; empty without momentum."""
     coming: Tensor = field(default_factory=lambda: torch.empty(0))
-    """That after this step, which waits for `commit`."""
+    """The momentum after this step, taken over in `commit`."""
 
     agreed: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "borders", "weights", "usual", "steps")
     saved: ClassVar[tuple[str, ...]] = (*agreed, "velocity")
@@ -64,36 +64,35 @@ class MicroState(CodecState):
 
     def check(self) -> None:
         ends = int(self.borders[0]), int(self.borders[-1])
-        if ends != (0, self.group.elements) or bool((np.diff(self.borders) < 0).any()):
+        if ends != (0, self.group.elements) or bool((self.borders[1:] < self.borders[:-1]).any()):
             raise ValueError(f"borders must ascend from 0 to {self.group.elements}, but are {self.borders.tolist()}")
         for name in ("thresholds", "floors", "weights"):
-            values = getattr(self, name)
-            if not bool((np.isfinite(values) & (values >= 0)).all()):
-                raise ValueError(f"{name} must be finite and not negative")
-        if not 0.0 <= self.usual < math.inf or self.steps < 0:
-            raise ValueError(f"usual and steps must be finite and not negative, not {self.usual} and {self.steps}")
+            ranges.array(name, getattr(self, name), 0.0)
+        ranges.number("usual", self.usual, 0.0)
+        ranges.whole("steps", self.steps, 0)
 
 
 @dataclass(frozen=True)
 class MiCRO(Codec):
     """Rotating partitions, one threshold, no build-up: traffic stays at the target however many ranks there are.
 
-    In step t rank r judges partition (t + r) mod n of its own accumulated gradient: what reaches the threshold is selected
-    for all ranks. Indices are gathered, relative to the partition and Rice-coded; then every rank adds its values at all
-    of them to one sum. The first step is dense and gives the start of the threshold.
+    In step t rank r examines partition (t + r) mod n of its accumulated gradient: what reaches the threshold is selected for
+    all ranks. Indices are all-gathered, relative to the partition and Rice-coded; then the values of every rank at all of
+    them are all-reduced. The first step is dense and yields the initial threshold.
 
     controller  proportional: threshold *= (selected / target) ** 0.5 for 50 steps, then ** 0.1
-                (0.2 with balance), at most 1.5 times a step;
-                fixed: the paper's dead band as it is meant; paper_code: as its code has it, 4 to 8 % under the target
-    start       quantile: from the magnitudes of the first gradient on all ranks; formula: 1 / (2 sqrt(k)), as the code
-    threshold   global: one for all groups, as the paper; layer: one for each tensor, each held at the density
-    balance     move the borders of the partitions so that all ranks select alike (the aim of ExDyna), and let no rank send
-                more than 1.12 times the usual share: the gathered messages are padded to the longest
-    values      how values are summed: bf16 or fp16, whose rounding stays in the residual, or fp32, as the paper
-    momentum    above 0: momentum correction and factor masking, see `SparseCodec`; the optimizer's own must be 0
+                (0.2 with balance), at most a factor of 1.5 per step;
+                fixed: the paper's dead band as described; paper_code: as in its code, 4 to 8 % below the target
+    start_from  quantile: of the magnitudes of the first gradient on all ranks; formula: 1 / (2 sqrt(k)), as in the code
+    threshold   global: one for all groups, as in the paper; layer: one per tensor, each controlled towards the density
+    balance     move the borders of the partitions so that all ranks select equally (the aim of ExDyna), and limit each rank
+                to 1.12 times the usual share, because gathered messages are padded to the longest
+    values      dtype of the sum: bf16 or fp16, whose rounding error stays in the residual, or fp32, as in the paper
+    momentum    above 0: momentum correction and factor masking, see `SparseCodec`; the optimizer's momentum must be 0
 
-    Bytes: an index takes log2(1/density) + 1.5 bits, gathered, a value 2 bytes, all-reduced.  Memory passes: accumulate
-    with selection in 1/n of it, the cache lines of what is taken, and one write pass for the result.
+    Bytes: log2(1/density) + 1.5 bits per index, all-gathered, 2 bytes per value, all-reduced.  Memory passes: accumulation
+    with selection in 1/n of it, the cache lines of the elements taken, and one write pass for the result.
+    See `docs/methods/micro.md`.
     """
 
     density: float | Warmup = 0.01
@@ -141,24 +140,22 @@ class MiCRO(Codec):
 
     def sent(self, entries: int, state: CodecState) -> int:
         assert isinstance(state, MicroState)
-        return state.count  # all ranks send their values of what any of them selected
+        return state.count  # all ranks send their values at the indices that any of them selected
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
         assert isinstance(state, MicroState)
         steps = self._sparse if state.steps else self._dense
-        yield from steps(gradient, residual, state)
+        return steps(gradient, residual, state)
 
     def _dense(self, gradient: Tensor, residual: Tensor, state: MicroState) -> Steps:
-        """The first step: everything travels, and with it the histogram of magnitudes from which thresholds start."""
-        from ..kernels.cpu import laplace, sliced
-
+        """The first step: everything is sent, with the histogram of magnitudes that the thresholds start from."""
         flat, elements = residual.numpy(), residual.numel()
-        finite = sliced.accumulate(flat, gradient.numpy())
+        finite = kernels.sliced.accumulate(flat, gradient.numpy())
         counts = np.zeros(BINS, np.int64)
         for i, (begin, end) in enumerate(self._segments(state)):
-            laplace.histogram(flat[begin:end], 0, _SHIFT, counts)
+            kernels.laplace.histogram(flat[begin:end], 0, _SHIFT, counts)
             state.histogram[i * BINS : (i + 1) * BINS] = torch.from_numpy(counts)
         state.support = np.arange(elements, dtype=np.int32)
         state.count, state.wanted = elements, float(elements)
@@ -176,8 +173,6 @@ class MiCRO(Codec):
         return [(0, state.group.elements)]
 
     def _sparse(self, gradient: Tensor, residual: Tensor, state: MicroState) -> Steps:
-        from ..kernels.cpu import basic, coding, sliced
-
         flat, step, world = residual.numpy(), state.step, state.world
         part = (step + state.rank) % world
         begin, end = int(state.borders[part]), int(state.borders[part + 1])
@@ -187,7 +182,8 @@ class MiCRO(Codec):
         new = gradient
         if self.momentum:
             new = torch.add(gradient, state.velocity, alpha=self.momentum, out=state.coming)
-        finite, wanted, written = sliced.accumulate_select_segments(
+        passes = kernels.micro if kernels.sliced.pool is None else kernels.sliced
+        finite, wanted, written = passes.accumulate_select_segments(
             flat, new.numpy(), begin, end, state.ends, self._thresholds(state), state.chosen[:room]
         )
         kept = self._limit(state, written) if self.balance else written
@@ -209,23 +205,23 @@ class MiCRO(Codec):
         if self.momentum:
             state.coming.numpy()[support] = 0.0
         if self.values == "fp32":
-            basic.take(flat, support, values)
+            kernels.basic.take(flat, support, values)
             total[: state.count] = torch.from_numpy(values)
         else:
-            # Clipped so that the sum of all ranks fits: an overflow would make this step void, and the next, and the next.
+            # Clipped so that the sum over ranks fits: an overflow would make this step void, and every later one.
             limit = 0.99 * torch.finfo(total.dtype).max / world
             words = total.view(torch.int16).numpy().view(np.uint16)
-            coding.take_rounded(flat, support, int(VALUE_CODINGS[self.values]), limit, words, values)
+            kernels.coding.take_rounded(flat, support, int(VALUE_CODINGS[self.values]), limit, words, values)
         yield Sum(total, tail=True)
-        basic.write_at(gradient.numpy(), support, total[: state.count].float().numpy(), 1.0 / world)
+        kernels.basic.write_at(gradient.numpy(), support, total[: state.count].float().numpy(), 1.0 / world)
 
     def _thresholds(self, state: MicroState) -> NDArray[np.float32]:
         if self._share >= 1.0:
-            return np.zeros(state.thresholds.size, np.float32)  # everything but zeros
+            return np.zeros(state.thresholds.size, np.float32)  # all non-zeros
         return state.thresholds.astype(np.float32)
 
     def _limit(self, state: MicroState, count: int) -> int:
-        """With balance: leave out what exceeds a rank's share, one cyclic range that begins elsewhere in every step."""
+        """With balance: drop what exceeds a rank's share, one cyclic range whose start moves with the step."""
         allowed = math.ceil(_HEADROOM * max(state.usual, self._target(state.group.elements)) / state.world)
         if count <= allowed:
             return count
@@ -238,17 +234,17 @@ class MiCRO(Codec):
         return allowed
 
     def _read(self, answers: Sequence[Tensor], state: MicroState) -> None:
-        """Join the selections of all ranks, by partition, so that indices ascend."""
+        """Concatenate the selections of all ranks by partition, so that indices ascend."""
         world, step = state.world, state.step
         headers = [read_header(answer.numpy()) for answer in answers]
-        for rank, header in enumerate(headers):  # before room is made for them
+        for rank, header in enumerate(headers):  # before anything is allocated for them
             part = (step + rank) % world
             size = int(state.borders[part + 1] - state.borders[part])
             if header.entries > size:
                 raise MessageCount(
                     f"entries: found {header.entries} from rank {rank}, its partition has {size} elements"
                 )
-        total = sum(header.entries for header in headers)
+        total = sum([header.entries for header in headers])
         if total > state.support.size or state.support.size > 4 * max(total, 1024):
             state.support = np.empty(total + total // 4, np.int32)
             state.taken = np.empty(state.support.size, np.float32)
@@ -273,7 +269,7 @@ class MiCRO(Codec):
 
     @staticmethod
     def _want_more(outgoing: Tensor, wanted: int) -> None:
-        """More was selected than is listed: say so, and how many bytes there should have been."""
+        """More was selected than is listed: set the CUT flag and the size of the uncut message."""
         words = outgoing.numpy()[:HEADER_BYTES].view("<u2")
         words[1] |= Flag.CUT
         outgoing.numpy()[:HEADER_BYTES].view("<u4")[2] = min(wanted, 2**32 - 1)
@@ -286,10 +282,8 @@ class MiCRO(Codec):
         return state.buffer[: state.count + tail]
 
     def undo(self, residual: Tensor, state: CodecState) -> None:
-        from ..kernels.cpu import basic
-
         assert isinstance(state, MicroState)
-        basic.put_back(residual.numpy(), state.support[: state.count], state.taken[: state.count])
+        kernels.basic.put_back(residual.numpy(), state.support[: state.count], state.taken[: state.count])
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -298,7 +292,7 @@ class MiCRO(Codec):
         if mine and mine[0].steps == 0:
             self._first_thresholds(mine)
         elif self.threshold == "global":
-            factor = self._factor(sum(state.wanted for state in mine), self._target_of(mine), mine[0].steps)
+            factor = self._factor(sum([state.wanted for state in mine]), self._target_of(mine), mine[0].steps)
             for state in mine:
                 state.thresholds = np.maximum(state.thresholds * factor, state.floors)
         else:
@@ -308,7 +302,7 @@ class MiCRO(Codec):
             if self.balance and state.steps:
                 self._rebalance(state)
             state.steps += 1
-            # The first step sent everything, so nothing of its velocity is left.
+            # The first step sent everything, so none of its velocity remains.
             state.velocity, state.coming = state.coming, state.velocity
 
     @property
@@ -318,13 +312,13 @@ class MiCRO(Codec):
 
     def adjusted(self, state: CodecState) -> None:
         assert isinstance(state, MicroState)
-        state.steps = min(state.steps, 1)  # the threshold moves fast again
+        state.steps = min(state.steps, 1)  # lets the threshold move fast again
 
     def _target(self, elements: int) -> int:
         return max(1, math.floor(self._share * elements))
 
     def _target_of(self, states: Sequence[MicroState]) -> int:
-        return self._target(sum(parameter.elements for state in states for parameter in state.group.parameters))
+        return self._target(sum([parameter.elements for state in states for parameter in state.group.parameters]))
 
     def _first_thresholds(self, states: Sequence[MicroState]) -> None:
         if self.threshold == "layer":
@@ -353,7 +347,7 @@ class MiCRO(Codec):
             return 1.0
         ratio = selected / target
         if self.controller == "proportional":
-            # Counts that are limited vary less, so the threshold may follow faster: with 0.1 they stayed 2 to 3 % short.
+            # Limited counts vary less, so the threshold may move faster: with 0.1 they stayed 2 to 3 % below the target.
             calm = _CALM_BALANCED if self.balance else _CALM
             power = _HURRY if steps <= _HURRY_STEPS else calm
             return float(min(_LARGEST_MOVE, max(1.0 / _LARGEST_MOVE, ratio**power)))
@@ -374,19 +368,17 @@ class MiCRO(Codec):
             state.thresholds[i] = max(state.thresholds[i] * factor, state.floors[i])
 
     def _rebalance(self, state: MicroState) -> None:
-        """Learn the usual count, and put the borders where a slow average of what was selected, in 1024 blocks, says that
-        all parts are equal.
+        """Update the usual count, and move the borders so that all partitions hold equally many selected elements.
 
-        ExDyna moves one block a step over a border; this moves all borders at once to where its rule would lead.
+        By a slow average over 1024 blocks. ExDyna moves one block per step across a border; this moves all borders at once
+        to where its rule converges.
         """
         state.usual += (0.3 if state.count > state.usual else 0.05) * (state.count - state.usual)
         block = -(-state.group.elements // BLOCKS)
         if block < 32:
             return
         edges = np.minimum(np.arange(BLOCKS + 1) * block, state.group.elements).astype(np.int32)
-        counts = np.diff(
-            np.searchsorted(state.support[: state.count], edges)
-        )  # it ascends, so not all need be looked at
+        counts = np.diff(np.searchsorted(state.support[: state.count], edges))
         state.weights = 0.95 * state.weights + 0.05 * counts
         smooth = state.weights + 0.05 * max(state.weights.sum(), 1e-9) / BLOCKS
         reached = np.cumsum(smooth) / smooth.sum()
@@ -406,7 +398,7 @@ class MiCRO(Codec):
 
 
 def quantile(counts: NDArray[np.float64], k: float) -> float:
-    """The magnitude that k of the counted elements reach, from a histogram of their bits, straight inside a bin."""
+    """The magnitude that k of the counted elements reach, from a histogram of their bits, linear within a bin."""
     above = np.cumsum(counts[::-1])[::-1]
     bins = np.flatnonzero(above >= k)
     place = int(bins[-1]) if bins.size else 0

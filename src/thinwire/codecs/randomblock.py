@@ -1,4 +1,4 @@
-"""One random contiguous block of each tensor, the same on every rank."""
+"""Random blocks: one random contiguous block per tensor, the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .. import kernels, ranges
 from .base import Codec, CodecState, Estimate, GroupInfo, Steps, Sum
 
 
 @dataclass
 class BlockState(CodecState):
-    """Where the tensors lie, where this step's blocks begin, and what was taken out of the residual."""
+    """Offsets and sizes of the tensors, this step's blocks, and the values taken out of the residual."""
 
     offsets: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     sizes: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -28,12 +29,13 @@ class BlockState(CodecState):
 
 @dataclass(frozen=True)
 class RandomBlock(Codec):
-    """One random contiguous block per tensor, the same on every rank (DEF paper, section 2).
+    """One random contiguous block per tensor, the same on every rank.
 
-    Nothing is exchanged to agree on it: the block follows from (seed, step, tensor name). It is not scaled up by the
-    ratio: what is not sent waits in the residual. With plain error feedback a large ratio costs accuracy.
+    No communication is needed to agree on it: the block follows from (seed, step, tensor name). Values are not scaled up by
+    the ratio: what is not sent stays in the residual. With plain error feedback a large ratio costs accuracy.
 
     Bytes: 4 * elements / ratio, all-reduced.  Memory passes: the one that accumulates.
+    Source: the baseline of detached error feedback, see `docs/methods/def.md`.
     """
 
     ratio: float = 64.0
@@ -42,8 +44,8 @@ class RandomBlock(Codec):
     rides: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.ratio >= 1.0:
-            raise ValueError(f"ratio must be at least 1, not {self.ratio!r}")
+        ranges.number("ratio", self.ratio, 1.0)
+        ranges.whole("seed", self.seed, -ranges.SEEDS, ranges.SEEDS)
 
     def start(self, group: GroupInfo, rank: int, world: int) -> BlockState:
         parameters = [parameter for parameter in group.parameters if parameter.elements]
@@ -63,27 +65,23 @@ class RandomBlock(Codec):
         )
 
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
-        from ..kernels.cpu import blocks, sliced
-
         assert isinstance(state, BlockState)
         parameters = [parameter for parameter in state.group.parameters if parameter.elements]
         for i, parameter in enumerate(parameters):
             state.starts[i] = draw(self.seed, state.step, parameter.name, parameter.elements)
         flat, places = residual.numpy(), (state.offsets, state.sizes, state.starts, state.lengths)
-        finite = sliced.accumulate(flat, gradient.numpy())
-        blocks.take_blocks(flat, *places, state.taken)
+        finite = kernels.sliced.accumulate(flat, gradient.numpy())
+        kernels.blocks.take_blocks(flat, *places, state.taken)
         buffer = state.buffer.numpy()
         buffer[: state.taken.size] = state.taken
         yield Sum(state.buffer, tail=True, finite=finite)
-        sliced.clear(gradient.numpy())
-        blocks.add_blocks(gradient.numpy(), *places, buffer[: state.taken.size], 1.0 / state.world)
+        kernels.sliced.clear(gradient.numpy())
+        kernels.blocks.add_blocks(gradient.numpy(), *places, buffer[: state.taken.size], 1.0 / state.world)
 
     def undo(self, residual: Tensor, state: CodecState) -> None:
-        from ..kernels.cpu import blocks
-
         assert isinstance(state, BlockState)
         places = (state.offsets, state.sizes, state.starts, state.lengths)
-        blocks.add_blocks(residual.numpy(), *places, state.taken, 1.0)
+        kernels.blocks.add_blocks(residual.numpy(), *places, state.taken, 1.0)
 
     def estimate(self, group: GroupInfo, world: int) -> Estimate:
         count = sum(
@@ -93,6 +91,6 @@ class RandomBlock(Codec):
 
 
 def draw(seed: int, step: int, name: str, below: int) -> int:
-    """A uniform integer in [0, below), the same in every process: Python's own `hash` of a text is not."""
+    """A uniform integer in [0, below), the same in every process, unlike Python's `hash` of a string."""
     digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=16).digest()
     return int.from_bytes(digest, "little") % below

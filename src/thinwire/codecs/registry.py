@@ -1,4 +1,4 @@
-"""Every codec by its name, and the text form: `"topk(density=0.01)"` for config files and command lines.
+"""Codec names and their text form: `"topk(density=0.01)"` for config files and command lines.
 
 Adding a codec is one file and one line in `CODECS`.
 """
@@ -19,6 +19,9 @@ from .int8 import Int8
 from .laplace import LaplaceTopK
 from .lowrank import LowRank
 from .micro import MiCRO
+from .names import BY_NAME
+from .names import name_of as name_of
+from .names import to_text as to_text
 from .randomblock import RandomBlock
 from .randomk import RandomK
 from .schedule import Warmup
@@ -26,7 +29,9 @@ from .sidco import SIDCo
 from .sign import Sign
 from .topk import TopK
 
-CODECS: dict[str, type[Codec]] = {
+CODECS: dict[str, type[Codec]] = BY_NAME
+
+CODECS |= {
     "dense": Dense,
     "cast": Cast,
     "topk": TopK,
@@ -44,32 +49,12 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def register(name: str, codec: type[Codec]) -> None:
-    """Make a codec of your own known by name, so that texts, plans and checkpoints can speak of it."""
+    """Register a custom codec under a name, so that texts, plans and checkpoints can refer to it."""
     if not name.isidentifier():
         raise ValueError(f"the name of a codec must be an identifier, not {name!r}")
     if CODECS.get(name, codec) is not codec:
         raise ValueError(f"the name {name!r} is taken by {CODECS[name].__name__}")
     CODECS[name] = codec
-
-
-def name_of(codec: Codec) -> str:
-    for name, kind in CODECS.items():
-        if type(codec) is kind:
-            return name
-    raise CodecTextError(
-        f"{type(codec).__name__} is not registered: thinwire.register({type(codec).__name__.lower()!r}, "
-        f"{type(codec).__name__}) gives it a name for logs, plans and checkpoints"
-    )
-
-
-def to_text(codec: Codec) -> str:
-    """The text that `parse` turns back into an equal codec; arguments at their defaults are left out."""
-    parts = [
-        f"{field.name}={getattr(codec, field.name)!r}"
-        for field in dataclasses.fields(codec)
-        if getattr(codec, field.name) != field.default
-    ]
-    return f"{name_of(codec)}({', '.join(parts)})" if parts else name_of(codec)
 
 
 def parse(text: str) -> Codec:
@@ -86,7 +71,7 @@ def parse(text: str) -> Codec:
     kind = CODECS.get(call.func.id)
     if kind is None:
         raise CodecTextError(f"{text!r}: there is no codec {call.func.id!r}; {suggest(call.func.id, sorted(CODECS))}")
-    # As the constructor has them: fields that can only be given by name come last.
+    # In the order of the constructor: keyword-only fields come last.
     names = [
         field.name for field in sorted(dataclasses.fields(kind), key=lambda field: field.kw_only is True) if field.init
     ]

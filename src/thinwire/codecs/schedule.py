@@ -1,4 +1,4 @@
-"""Numbers of a codec that change while training: `TopK(density=Warmup(0.01, steps=500))`."""
+"""Schedules for codec parameters: `TopK(density=Warmup(0.01, steps=500))`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Warmup:
-    """From `start` to `to` within `steps` steps, by the same factor in each; `to` from then on.
+    """Exponential decay from `start` to `to` over `steps` steps; `to` from then on.
 
-    A model that has learnt nothing yet moves fast, and what is sent late then points in an old direction: begin with a
-    larger density. It follows from the number of the step alone, so all ranks agree, and a resumed job goes on with it.
+    Early in training gradients change fast, and what is sent late points in an outdated direction: start with a larger
+    density. It depends on the step number alone, so all ranks agree, and a resumed job continues it.
     """
 
     to: float
@@ -26,11 +26,11 @@ class Warmup:
 
     def at(self, step: int) -> float:
         done = min(step, self.steps) / self.steps
-        return float(self.to) if done == 1.0 else float(self.start * (self.to / self.start) ** done)
+        return float(self.to) if done == 1.0 else min(1.0, float(self.start * (self.to / self.start) ** done))
 
 
 def check_density(density: float | Warmup) -> None:
-    """Refuse what is no share of the elements."""
+    """Raise ValueError for a density outside of (0, 1]."""
     if isinstance(density, Warmup):
         return
     if not (isinstance(density, int | float) and 0.0 < density <= 1.0):

@@ -1,4 +1,4 @@
-"""The largest elements by a threshold from a fitted distribution, in stages (SIDCo)."""
+"""SIDCo: the largest elements, by a threshold from a distribution that is fitted in stages."""
 
 from __future__ import annotations
 
@@ -11,48 +11,50 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .. import kernels, ranges
 from .base import CodecState, Estimate, GroupInfo
 from .sparse import SparseCodec, SparseState
 
 FIRST_RATIO = 0.25
 PERIOD = 5
 TOO_MANY, TOO_FEW = 1.2, 0.8
-MOST_STAGES = 1100  # for the smallest density that a float can be
+MOST_STAGES = 1100  # reached by the smallest positive float as density
 
 
 @dataclass
 class SIDCoState(SparseState):
-    """The number of stages, and what the steps since it was last looked at have selected."""
+    """The number of stages, and the elements selected since it was last adapted."""
 
     stages: int = 1
     upward: bool = True
-    """Whether a further stage selects more, as it does on short tails; on long ones it selects fewer."""
+    """Whether another stage selects more elements, as on short tails; on long tails it selects fewer."""
     steps: int = 0
     achieved: int = 0
     selected: int = 0
-    """In this step; counted in `achieved` when it counts."""
+    """In this step; added to `achieved` in `commit`."""
 
     saved: ClassVar[tuple[str, ...]] = ("stages", "upward", "steps", "achieved", *SparseState.saved)
 
     def check(self) -> None:
-        if not (1 <= self.stages <= MOST_STAGES and 0 <= self.steps < PERIOD and self.achieved >= 0):
-            raise ValueError(f"no run leaves {self.stages} stages, {self.steps} steps and {self.achieved} elements")
+        ranges.whole("stages", self.stages, 1, MOST_STAGES)
+        ranges.whole("steps", self.steps, 0, PERIOD - 1)
+        ranges.whole("achieved", self.achieved, 0)
 
 
 @dataclass(frozen=True)
 class SIDCo(SparseCodec):
     """About `density` of the elements, the largest by magnitude; the threshold is that of an exponential fit, refined.
 
-    One stage: mean |x| * ln(1/density). With M stages the first one aims at a quarter of the elements, and each further
-    one fits the exceedances of the stage before, all together at the density. Every 5 steps M goes down by one when 1.2
-    times the target or more was selected, and up when 0.8 times or less, as published; where that would leave
-    [1, stages_max] the other direction is tried (a long tail needs more stages to select fewer). Nothing corrects
-    the count of a single step: until M has settled it can be many times the target, or next to nothing. The
-    largest element is always sent, so that one outlier cannot stop everything.
+    One stage: mean |x| * ln(1/density). With M stages the first one aims at a quarter of the elements, and each further one
+    fits the exceedances of the one before, so that all together reach the density. Every 5 steps M decreases by one when more
+    than 1.2 times the target was selected, and increases when less than 0.8 times, as published; where that would leave
+    [1, stages_max] the direction is reversed (a long tail needs more stages to select fewer). The count of a single step is
+    not corrected: until M has settled it can be many times the target, or almost nothing. The largest element is always
+    sent, so that a single outlier cannot block everything.
 
-    stages_max  at most that many stages; None: ceil(log2(1 / density)), as published
+    stages_max  largest number of stages; None: ceil(log2(1 / density)), as published
 
-    Bytes: as TopK, when the fit is good.  Memory passes: the one that accumulates, one read pass a stage.
+    Bytes: as TopK, when the fit is good.  Memory passes: the one that accumulates, one read pass per stage.
     Source: Abdelmoniem et al. 2021, "An efficient statistical-based gradient compression technique", variant E.
     """
 
@@ -62,36 +64,32 @@ class SIDCo(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stages_max is not None and self.stages_max < 1:
-            raise ValueError(f"stages_max must be at least 1, not {self.stages_max!r}")
+        if self.stages_max is not None:
+            ranges.whole("stages_max", self.stages_max, 1)
 
     def pick(
         self, gradient: Tensor, residual: Tensor, state: SparseState
     ) -> tuple[bool, NDArray[np.int32], NDArray[np.float32]]:
-        from ..kernels.cpu import basic, laplace
-
         assert isinstance(state, SIDCoState)
         flat, k = residual.numpy(), self.target(state.group)
         state.selected = 0
         if k == 0:
             return True, state.indices[:0], state.values[:0]
-        finite, total, largest, _ = laplace.accumulate_measure(flat, gradient.numpy())
+        finite, total, largest, _ = kernels.laplace.accumulate_measure(flat, gradient.numpy())
         if not finite:
             return False, state.indices[:0], state.values[:0]
         threshold = self._threshold(flat, total, largest, state)
         state.room(min(flat.size, 4 * k + 64))
-        count, _ = laplace.collect(flat, threshold, 0, state.indices, state.values)
+        count, _ = kernels.laplace.collect(flat, threshold, 0, state.indices, state.values)
         if count > state.values.size:
             state.room(count)
-            laplace.collect(flat, threshold, 0, state.indices, state.values)
+            kernels.laplace.collect(flat, threshold, 0, state.indices, state.values)
         state.selected = count
         indices, values = state.indices[:count], state.values[:count]
-        basic.take(flat, indices, values)
+        kernels.basic.take(flat, indices, values)
         return True, indices, values
 
     def _threshold(self, flat: NDArray[np.float32], total: float, largest: float, state: SIDCoState) -> float:
-        from ..kernels.cpu import sidco
-
         elements = sum(parameter.elements for parameter in state.group.parameters)
         below_largest = float(np.nextafter(np.float32(largest), np.float32(0.0)))
         several = state.stages > 1 and self.share < FIRST_RATIO
@@ -100,7 +98,7 @@ class SIDCo(SparseCodec):
         if several:
             share = (self.share / FIRST_RATIO) ** (1.0 / (state.stages - 1))
             for _ in range(state.stages - 1):
-                count, tail_total, smallest = sidco.tail(flat, threshold)
+                count, tail_total, smallest = kernels.sidco.tail(flat, threshold)
                 if count == 0:
                     break
                 mean = tail_total / count

@@ -1,35 +1,30 @@
-"""A bit an element."""
+"""1-bit block-wise quantisation (SignSGD with error feedback)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .base import Estimate, GroupInfo
-from .blockwise import BlockwiseCodec, Kernels
+from .blockwise import BlockwiseCodec
 
 
 @dataclass(frozen=True)
 class Sign(BlockwiseCodec):
     """The sign of every element, times the mean magnitude of its block.
 
-    Of the norm's square it sends elements * scale^2 a block, so the residual never grows by compressing. One bit has no
-    zero: an element that is exactly zero, in a block that is not, is sent as plus the scale, and taken back
-    by the next steps. A block of zeros has scale 0 and stays zero.
+    It removes elements * scale^2 per block from the squared norm, so compression never makes the residual larger. One bit has
+    no zero: an element that is exactly zero, in a block that is not, is sent as plus the scale, which the next steps
+    correct. A block of zeros has scale 0 and stays zero.
 
-    Bytes: elements * (1 / 8 + 4 / block), gathered: grows with the number of ranks.
-    Memory passes: one, which accumulates, measures and takes; decoding reads each message once, writes once.
+    Bytes: elements * (1 / 8 + 4 / block), all-gathered: grows with the number of ranks.
+    Memory passes: one, which accumulates, measures and encodes; decoding reads each message once and writes once.
     Source: Karimireddy et al. 2019, "Error feedback fixes SignSGD".
     """
 
     block: int = 4096
 
-    def kernels(self) -> Kernels:
-        from ..kernels.cpu import sign
-
-        return sign
-
-    def code_bytes(self, elements: int) -> int:
-        return -(-elements // 8)
+    bits: ClassVar[int] = 1
 
     def estimate(self, group: GroupInfo, world: int) -> Estimate:
         return Estimate(gathered=self._size(group), passes=1.8)

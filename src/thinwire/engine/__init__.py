@@ -1,1 +1,1 @@
-"""Runs a step: layout, order, threads, futures, failure, guard, statistics; `Exchange` and `Wire`."""
+"""The engine: layout, scheduling, execution, per-rank state, recording and checkpoints of an exchange."""

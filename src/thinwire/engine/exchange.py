@@ -1,4 +1,4 @@
-"""The engine without DDP: own training loops, and anything else that has tensors to average."""
+"""Averages of named tensors without DDP, for training loops of any kind."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs import Codec
+from ..comm.world import LocalWorld, TorchWorld, ranks_per_node
 from ..errors import AttachError, ExchangeError
 from ..planner.plan import Plan
-from ..schemes.world import LocalWorld, TorchWorld, ranks_per_node
-from .agree import agree, compile_kernels, problem_of
+from .consensus import agree, problem_of
 from .layout import Exclude, Layout, TensorInfo, describe, excluded
-from .method import Method
+from .lifecycle import Phase
+from .rank_state import Safety
+from .session import Job, Session
+from .strategy import Strategy
+from .warmup import compile_kernels
 from .wire import Wire
 
 GROUP_BYTES = 16 << 20
@@ -49,21 +53,21 @@ class Exchange(Wire):
         tensors: list[TensorInfo] = []
         layout = Layout(())
         facts: dict[str, Any] = {}
-        method: Method | None = None
+        strategy: Strategy | None = None
         if isinstance(process_group, LocalWorld):
             size, nodes = process_group.size, (process_group.ranks_per_node, "")
         else:
             size, nodes = dist.get_world_size(process_group), ranks_per_node(process_group)
         try:
-            method = Method.of(codec, chain)
+            strategy = Strategy.of(codec, chain)
             named_tensors = dict(named_tensors)
             _check_devices(named_tensors)
             tensors = [describe(name, tensor) for name, tensor in named_tensors.items()]
             _check(tensors)
-            method.check(tensors, size, nodes[0])
-            layout = method.layout(_buckets(tensors, group_bytes), exclude, min_elements)
+            strategy.check(tensors, size, nodes[0])
+            layout = strategy.layout(_buckets(tensors, group_bytes), exclude, min_elements)
             facts = {
-                **method.facts(),
+                **strategy.facts(),
                 "tensors": tensors,
                 "excluded": excluded(tensors, exclude),
                 "options": (min_elements, group_bytes),
@@ -77,31 +81,34 @@ class Exchange(Wire):
             world = process_group
         else:
             agree(process_group, facts, error)
-            assert method is not None
-            compile_kernels(process_group, method)
+            assert strategy is not None
+            compile_kernels(process_group, strategy)
             world = TorchWorld(process_group, 1, timeout, *nodes)
-        assert method is not None
-        super().__init__(world, method, tensors, exclude=exclude, min_elements=min_elements, protected=protected)
+        assert strategy is not None
+        safety = Safety(protected=protected, saturates=True)
+        session = Session(world, strategy, Job(tuple(tensors), exclude, min_elements), safety)
+        super().__init__(session)
         self._names = tuple(tensor.name for tensor in tensors)
         self._waiting = _Waiting(0)
-        self._check_nodes(method)
-        world.prepare(layout.places(self._place()))
-        self.freeze(layout)
+        session.check_nodes(strategy)
+        world.prepare(layout.places(session.place))
+        session.use(session.make(layout))
+        session.lifecycle.enter(Phase.COMPRESSED)
 
     def reduce_(self, tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
         """Replace every tensor by its mean over ranks, less what stays in the residuals. Blocks until it is done.
 
         A mapping from name to tensor, all names that the exchange was made with; for a `LocalWorld`, one for each rank.
         """
-        assert self.runner is not None
+        assert self.executor is not None
         ranks = [tensors] if isinstance(tensors, Mapping) else list(tensors)
-        if len(ranks) != len(self.world.members):
-            raise ExchangeError(f"{len(ranks)} sets of tensors were given for {len(self.world.members)} ranks")
+        if len(ranks) != len(self.world.local_ranks):
+            raise ExchangeError(f"{len(ranks)} sets of tensors were given for {len(self.world.local_ranks)} ranks")
         for given in ranks:
             if set(given) != set(self._names):
                 odd = sorted(set(given) ^ set(self._names))
                 raise ExchangeError(f"the names differ from those that the exchange was made with, first: {odd[0]!r}")
-            for tensor in self.tensors:
+            for tensor in self.session.job.tensors:
                 mine = given[tensor.name]
                 if describe(tensor.name, mine, tensor.kind) != tensor or not mine.is_contiguous():
                     raise ExchangeError(f"{tensor.name!r} must be contiguous, {tensor.dtype}, of shape {tensor.shape}")
@@ -111,24 +118,24 @@ class Exchange(Wire):
 
     def begin(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Hand over one tensor, contiguous, of each rank in this process; after all of them, `end` waits for the means."""
-        assert self.runner is not None
+        assert self.executor is not None
         if not self._waiting.left:
             self._waiting = _Waiting(len(self._names))
-            self._look_at_scale()
-        self.runner.submit((name,), [tensor.detach().view(-1) for tensor in tensors], self._waiting.done)
+            self.session.read_scale()
+        self.executor.submit((name,), [tensor.detach().view(-1) for tensor in tensors], self._waiting.done)
 
     def end(self) -> None:
         """Wait until every tensor that was handed over holds its mean."""
-        assert self.runner is not None
+        assert self.executor is not None
         if not self._names:
             return
         waiting = self._waiting
-        if not self.runner.threaded and not waiting.finished.is_set():
+        if not self.executor.threaded and not waiting.finished.is_set():
             raise ExchangeError("the step did not come to its end, though all tensors were given")
         try:
             waiting.finished.wait()
         except BaseException:
-            self.runner.close(ExchangeError("interrupted"))
+            self.executor.close(ExchangeError("interrupted"))
             raise
         if waiting.error is not None:
             raise waiting.error

@@ -1,4 +1,4 @@
-"""States on disk: safetensors files, one for each rank or one for all; nothing in them is ever unpickled.
+"""Checkpoint files: safetensors, one per rank or one for all; nothing in them is ever unpickled.
 
     FOLDER/rank0-of-2.safetensors, FOLDER/rank1-of-2.safetensors      form "exact"
     FOLDER/mean.safetensors                                           form "mean"
@@ -141,7 +141,7 @@ def _choose(folder: Path, ranks: Sequence[int], world: int) -> list[Path]:
     sets: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob(f"rank*{SUFFIX}")):
         match = _RANK.fullmatch(path.name)
-        if match:
+        if match and int(match[1]) < int(match[2]):
             sets.setdefault(int(match[2]), {})[int(match[1])] = path
     order = sorted(sets, key=lambda size: size != world)
     complete = [list(sets[size].values()) for size in order if len(sets[size]) == size]

@@ -1,4 +1,4 @@
-"""Ctrl-C while backward waits.
+"""Ctrl-C while backward waits for an exchange.
 
 Backward waits for our futures in C++, where Python delivers no signal. A wake-up descriptor is written to all the same:
 a watcher thread reads it and makes the waits fail, so that the main thread comes back and sees its KeyboardInterrupt.

@@ -20,6 +20,7 @@ import msgspec
 
 from ..errors import JournalEmpty, JournalLine, JournalVersion
 from ..planner.plan import Plan
+from ..ranges import Amount, Count, Finite, Index, Rank, Real, Version, World
 
 VERSION = 1
 
@@ -31,15 +32,15 @@ class _Line(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower):
 class Start(_Line, frozen=True):
     """A process begins to write. `codec` is what `attach` was given."""
 
-    version: int
-    time: float
-    rank: int
-    world: int
+    version: Version
+    time: Real
+    rank: Rank
+    world: World
     codec: str
     thinwire: str
     torch: str
     host: str
-    ranks_per_node: int | None = None
+    ranks_per_node: World | None = None
 
 
 class GroupLine(msgspec.Struct, frozen=True):
@@ -48,17 +49,17 @@ class GroupLine(msgspec.Struct, frozen=True):
     name: str
     codec: str
     chain: str
-    elements: int
+    elements: Count
     tensors: tuple[str, ...]
     dtype: str
-    expected_bytes: float
+    expected_bytes: Amount
 
 
 class Layout(_Line, frozen=True):
     """The groups from `step` on, in the order in which they are sent."""
 
-    step: int
-    time: float
+    step: Count
+    time: Real
     codec: str
     groups: tuple[GroupLine, ...]
     plan: Plan | None = None
@@ -67,11 +68,11 @@ class Layout(_Line, frozen=True):
 class GroupStep(msgspec.Struct, frozen=True, array_like=True):
     """One group in one step. `sent` are elements; 0 where the codec does not count them."""
 
-    encode: float
-    wire: float
-    decode: float
-    bytes: int
-    sent: int
+    encode: Amount
+    wire: Amount
+    decode: Amount
+    bytes: Count
+    sent: Count
 
 
 class Step(_Line, frozen=True):
@@ -87,18 +88,18 @@ class Step(_Line, frozen=True):
     path      "layout", "dense" for steps that are plain all-reduces, "ddp" for steps without a hook
     """
 
-    step: int
-    time: float
-    seconds: float | None = None
-    compute: float | None = None
-    exposed: float | None = None
-    encode: float | None = None
-    wire: float | None = None
-    decode: float | None = None
-    bytes: int | None = None
-    density: float | None = None
-    target: float | None = None
-    residual_norm: float | None = None
+    step: Count
+    time: Real
+    seconds: Amount | None = None
+    compute: Amount | None = None
+    exposed: Amount | None = None
+    encode: Amount | None = None
+    wire: Amount | None = None
+    decode: Amount | None = None
+    bytes: Count | None = None
+    density: Amount | None = None
+    target: Amount | None = None
+    residual_norm: Amount | None = None
     skipped: bool = False
     path: str = "layout"
     groups: tuple[GroupStep, ...] = ()
@@ -107,8 +108,8 @@ class Step(_Line, frozen=True):
 class Event(_Line, frozen=True):
     """`what` is skipped, settings, codec, auto, fallback or closed."""
 
-    step: int
-    time: float
+    step: Count
+    time: Real
     what: str
     text: str
 
@@ -116,9 +117,9 @@ class Event(_Line, frozen=True):
 class Note(_Line, frozen=True):
     """Numbers of the user's own."""
 
-    step: int
-    time: float
-    values: dict[str, float | None]
+    step: Count
+    time: Real
+    values: dict[str, Finite | None]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -129,18 +130,18 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
     lane: str
     name: str
-    group: int
-    start: float
-    end: float
+    group: Index
+    start: Real
+    end: Real
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
     """A bucket was ready at this moment, and with it these groups were complete."""
 
-    at: float
-    tensors: int
+    at: Real
+    tensors: Count
     first: str
-    groups: tuple[int, ...]
+    groups: tuple[Count, ...]
 
 
 class Trace(_Line, frozen=True):
@@ -149,13 +150,13 @@ class Trace(_Line, frozen=True):
     Without the layout, groups are numbers of buckets.
     """
 
-    step: int
-    time: float
-    seconds: float
+    step: Count
+    time: Real
+    seconds: Amount
     spans: tuple[Span, ...]
     arrivals: tuple[Arrival, ...]
     path: str = "layout"
-    clock: float = 0.0
+    clock: Real = 0.0
 
 
 Line: TypeAlias = Start | Layout | Step | Event | Note | Trace
@@ -231,9 +232,9 @@ class Reader:
         where = f"{self.path}, line {self._number}"
         try:
             line: Line = _decode(text)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             version = _version_of(text)
-            if version not in (None, VERSION):
+            if type(version) is int and version != VERSION:
                 raise _other_version(where, version) from None
             raise JournalLine(f"{where}: {error}") from None
         if isinstance(line, Start):
@@ -275,10 +276,10 @@ def _kind_of(line: Line) -> str:
 def _version_of(text: bytes) -> object:
     try:
         line = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return line.get("version") if isinstance(line, dict) and line.get("kind") == "start" else None
 
 
-def _other_version(where: str, version: object) -> JournalVersion:
+def _other_version(where: str, version: int) -> JournalVersion:
     return JournalVersion(f"{where}: version {version}, this thinwire reads {VERSION}")

@@ -1,4 +1,4 @@
-"""Which tensors travel together, in which order, by which codec. Keyed by parameter name.
+"""Layout of an exchange: groups of tensors in the order in which they are sent, and the codec of each group.
 
 A group is a run of tensors that lie next to each other where they come from (a DDP bucket), so that nothing need be
 copied. Small and excluded tensors inside that run are *holes*: they are lifted out before the codec sees the group and
@@ -16,12 +16,13 @@ import msgspec
 import torch
 from torch import nn
 
+from ..chains import tree
+from ..chains.chain import places
+from ..chains.tree import Leaf
 from ..codecs import Codec, GroupInfo, ParameterInfo, parse
 from ..codecs.registry import to_text
-from ..schemes import tree
-from ..schemes.chain import places
-from ..schemes.collective import Place, Scope
-from ..schemes.tree import Leaf
+from ..comm.collectives import Place, Scope
+from ..ranges import Count
 
 Role = Literal["coded", "ride", "elsewhere"]
 Exclude = str | Sequence[str] | Callable[[str], bool]
@@ -33,9 +34,9 @@ class Slot(msgspec.Struct, frozen=True):
     """One tensor inside a group: elements [offset, offset + elements)."""
 
     name: str
-    offset: int
-    elements: int
-    shape: tuple[int, ...]
+    offset: Count
+    elements: Count
+    shape: tuple[Count, ...]
     kind: str
     role: Role = "coded"
 
@@ -46,7 +47,7 @@ class Group(msgspec.Struct, frozen=True):
     name: str
     codec: str
     dtype: str
-    elements: int
+    elements: Count
     slots: tuple[Slot, ...]
     chain: str = ""
 

@@ -1,6 +1,7 @@
-"""Makes journal lines out of what the engine knows after a step, and hands them to whoever asked for them.
+"""Statistics and journal lines of finished steps.
 
-Nothing is measured here. A line is put together after the last gradient of a step was handed back, in the exchange thread.
+Nothing is measured here. A line of the journal is put together after the last gradient of a step was handed back, in the
+exchange thread.
 """
 
 from __future__ import annotations
@@ -13,34 +14,108 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 import torch
 
+from ..comm.collectives import Scope
 from ..log import logger
 from ..planner.plan import Plan
 from ..version import __version__
 from . import journal
-from .pipeline import WORK, Timing
-
-if TYPE_CHECKING:
-    from .layout import Layout
-    from .member import GroupRun, Member
+from .layout import Layout
+from .rank_state import GroupExchange, RankState
+from .scheduler import WORK, Timing
+from .trace import Done, trace_line
 
 Sink = Callable[[journal.Line], None]
 
 
-@dataclass(slots=True)
-class Done:
-    """A finished exchange, in seconds of `perf_counter`. `work` is what the exchange thread did beside codecs."""
+@dataclass
+class Progress:
+    """Steps that no executor has counted: those of DDP alone, and those of plain all-reduces."""
 
-    timings: list[Timing]
-    arrivals: list[tuple[float, Sequence[str], tuple[int, ...]]]
-    ended: float
-    work: list[tuple[str, int, float, float]] = field(default_factory=list)
+    dense_steps: int = 0
+
+
+@dataclass
+class GroupStatistics:
+    """Sums over all steps of one group. Seconds of `wire` run from the issue of a collective to its end, waits for
+    slower ranks included: the rank that waits least is the one that the others wait for. `traffic` are bytes that the
+    collectives put on the link of a rank, by scope."""
+
+    name: str
+    codec: str
+    elements: int
     bytes: int = 0
-    path: str = "layout"
+    gathered_bytes: int = 0
+    traffic: dict[Scope, float] = field(default_factory=dict)
+    entries: int = 0
+    encode_seconds: float = 0.0
+    wire_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def to_dict(self, steps: int) -> dict[str, Any]:
+        each = max(steps, 1)
+        return {
+            "name": self.name,
+            "codec": self.codec,
+            "elements": self.elements,
+            "bytes_per_step": self.bytes / each,
+            "gathered_bytes_per_step": self.gathered_bytes / each,
+            "traffic_per_step": {scope: total / each for scope, total in self.traffic.items()},
+            "density": self.entries / each / self.elements if self.elements and self.entries else None,
+            "encode_seconds": self.encode_seconds / each,
+            "wire_seconds": self.wire_seconds / each,
+            "decode_seconds": self.decode_seconds / each,
+        }
+
+
+@dataclass
+class Statistics:
+    """Of one rank. `last` holds the timings of the last step, for traces."""
+
+    layout: Layout
+    steps: int = 0
+    skipped: int = 0
+    bytes: int = 0
+    groups: list[GroupStatistics] = field(init=False)
+    last: list[Timing] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.groups = [GroupStatistics(group.name, group.codec, group.elements) for group in self.layout.groups]
+
+    def add(self, rank_state: RankState, timings: list[Timing]) -> None:
+        self.steps += 1
+        self.skipped = rank_state.skipped
+        self.last = timings
+        for timing in timings:
+            if timing.group < 0:
+                continue
+            group, way = self.groups[timing.group], rank_state.groups[timing.group].way
+            group.bytes += way.bytes
+            group.gathered_bytes += way.gathered
+            group.entries += way.entries
+            for scope, size in way.traffic.items():
+                group.traffic[scope] = group.traffic.get(scope, 0.0) + size
+            self.bytes += way.bytes
+            encode, wire, decode = _spent(timing.phases)
+            group.encode_seconds += encode
+            group.wire_seconds += wire
+            group.decode_seconds += decode
+
+    def to_dict(self) -> dict[str, Any]:
+        groups = [group.to_dict(self.steps) for group in self.groups]
+        return {
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "bytes_per_step": self.bytes / max(self.steps, 1),
+            **{
+                key: sum(group[key] for group in groups)
+                for key in ("encode_seconds", "wire_seconds", "decode_seconds")
+            },
+            "groups": groups,
+        }
 
 
 class Recorder:
@@ -54,7 +129,7 @@ class Recorder:
         self.tracing = 0
         """Steps that are still to be traced."""
         self._trace_from = 0.0
-        self._marks: deque[tuple[str, float]] = deque()
+        self._trace_hooks: deque[tuple[str, float]] = deque()
         self._sinks: list[Sink] = []
         self._lock = threading.RLock()
         self._ended: float | None = None
@@ -108,22 +183,22 @@ class Recorder:
 
     def trace(self, steps: int) -> None:
         """Write down everything of the next steps."""
-        self._marks.clear()
+        self._trace_hooks.clear()
         self._trace_from = perf_counter()
         self.tracing = steps
 
     def mark(self, name: str) -> None:
         """The training thread begins something."""
         if self.tracing:
-            self._marks.append((name, perf_counter()))
+            self._trace_hooks.append((name, perf_counter()))
 
-    def step(self, number: int, done: Done, member: Member | None = None) -> None:
-        """An exchange is over. `member` has its numbers, where it followed the layout."""
+    def step(self, number: int, done: Done, rank_state: RankState | None = None) -> None:
+        """An exchange is over. `rank_state` has its numbers, where it followed the layout."""
         before, self._ended = self._ended, done.ended
         if not self.active:
             return
-        if number % self.every == 0 or (member is not None and member.last_off):
-            line = self._line(number, before, done, member)
+        if number % self.every == 0 or (rank_state is not None and rank_state.last_void):
+            line = self._line(number, before, done, rank_state)
             self._write(line)
             if line.skipped:
                 self.event(number, "skipped", "a gradient was not finite: the step is void on all ranks")
@@ -132,9 +207,11 @@ class Recorder:
         begun = done.arrivals[0][0] if done.arrivals else done.ended
         if self.tracing and before is not None and begun >= self._trace_from:
             marks = []
-            while self._marks and self._marks[0][1] < done.ended:  # the training thread adds those of the next step
-                marks.append(self._marks.popleft())
-            self._write(_trace(number, before, done, marks))
+            while (
+                self._trace_hooks and self._trace_hooks[0][1] < done.ended
+            ):  # the training thread adds those of the next step
+                marks.append(self._trace_hooks.popleft())
+            self._write(trace_line(number, before, done, marks))
             self.tracing -= 1
 
     def alone(self, number: int, seconds: float) -> None:
@@ -142,24 +219,24 @@ class Recorder:
         if self.active and number % self.every == 0:
             self._write(journal.Step(number, round(time.time(), 3), _short(seconds), path="ddp"))
 
-    def _line(self, number: int, before: float | None, done: Done, member: Member | None) -> journal.Step:
+    def _line(self, number: int, before: float | None, done: Done, rank_state: RankState | None) -> journal.Step:
         seconds = done.ended - before if before is not None else None
-        exposed = max(0.0, done.ended - max((at for at, _, _ in done.arrivals), default=done.ended))
+        exposed = max(0.0, done.ended - max([at for at, _, _ in done.arrivals], default=done.ended))
         by_group = {timing.group: _spent(timing.phases) for timing in done.timings}
-        encode, decode = (sum(spent[at] for spent in by_group.values()) for at in (0, 2))
+        encode, decode = [sum([spent[at] for spent in by_group.values()]) for at in (0, 2)]
         groups: tuple[journal.GroupStep, ...] = ()
         density = target = norm = None
         size, skipped = done.bytes, False
-        if member is not None:
-            groups = tuple(_of_group(by_group.get(at), run) for at, run in enumerate(member.groups))
-            size, skipped = sum(group.bytes for group in groups), member.last_off
-            counted = [(g.sent, run.info.elements) for g, run in zip(groups, member.groups, strict=True) if g.sent]
-            density = _ratio(sum(sent for sent, _ in counted), sum(elements for _, elements in counted))
-            target = _target(member)
+        if rank_state is not None:
+            groups = tuple([_of_group(by_group.get(at), run) for at, run in enumerate(rank_state.groups)])
+            size, skipped = sum([group.bytes for group in groups]), rank_state.last_void
+            counted = [(g.sent, run.info.elements) for g, run in zip(groups, rank_state.groups, strict=True) if g.sent]
+            density = _ratio(sum([sent for sent, _ in counted]), sum([elements for _, elements in counted]))
+            target = _target(rank_state)
             if self.residual_every and number % self.residual_every == 0 and not skipped:
-                norm = member.residuals.norm()
+                norm = rank_state.residuals.norm()
         wire = _covered(
-            (start, stop) for timing in done.timings for name, start, stop in timing.phases if name not in WORK
+            [(start, stop) for timing in done.timings for name, start, stop in timing.phases if name not in WORK]
         )
         return journal.Step(
             number,
@@ -231,42 +308,12 @@ class JsonLines:
         self._file.write(journal.encode(line) + b"\n")
 
 
-def to_board(writer: Any) -> Sink:
-    """Scalars for an object with `add_scalar`, as TensorBoard's SummaryWriter has it."""
-    names = ("seconds", "compute", "exposed", "encode", "wire", "decode", "bytes", "density", "residual_norm")
-
-    def write(line: journal.Line) -> None:
-        if isinstance(line, journal.Step):
-            for name in names:
-                value = getattr(line, name)
-                if value is not None:
-                    writer.add_scalar(f"thinwire/{name}", value, line.step)
-        elif isinstance(line, journal.Event) and hasattr(writer, "add_text"):
-            writer.add_text(f"thinwire/{line.what}", line.text, line.step)
-
-    return write
-
-
-def to_callable(function: Callable[[dict[str, Any]], object]) -> Sink:
-    """Each line as a dict, as it would stand in the file."""
-
-    def write(line: journal.Line) -> None:
-        function(msgspec.to_builtins(line))
-
-    return write
-
-
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
 def _short(seconds: float) -> float:
     """To a tenth of a microsecond: lines are half as long."""
     return round(seconds, 7)
-
-
-def _exact(seconds: float) -> float:
-    """To a nanosecond: the spans of a trace must neither overlap nor leave holes."""
-    return round(seconds, 9)
 
 
 def _spent(phases: Sequence[tuple[str, float, float]]) -> tuple[float, float, float]:
@@ -295,14 +342,14 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _target(member: Member) -> float | None:
+def _target(rank_state: RankState) -> float | None:
     """The density that the codecs were asked for in the step that is over, over all groups that have one."""
     shares: dict[str, float | None] = {}
     asked = whole = 0.0
-    for run in member.groups:
+    for run in rank_state.groups:
         text = run.group.codec
         if text not in shares:
-            density = getattr(run.codec.at(member.step - 1, member.settings), "density", None)
+            density = getattr(run.used, "density", None)
             shares[text] = float(density) if isinstance(density, int | float) else None
         share = shares[text]
         if share is not None:
@@ -311,48 +358,7 @@ def _target(member: Member) -> float | None:
     return _ratio(asked, whole)
 
 
-def _of_group(spent: tuple[float, float, float] | None, run: GroupRun) -> journal.GroupStep:
+def _of_group(spent: tuple[float, float, float] | None, run: GroupExchange) -> journal.GroupStep:
     if spent is None:
         return journal.GroupStep(0.0, 0.0, 0.0, 0, 0)
-    return journal.GroupStep(_short(spent[0]), _short(spent[1]), _short(spent[2]), run.bytes, run.entries)
-
-
-def _trace(number: int, began: float, done: Done, marks: Sequence[tuple[str, float]]) -> journal.Trace:
-    """Everything of one step, in seconds since it began."""
-    spans = []
-    for timing in done.timings:
-        for name, start, stop in timing.phases:
-            lane = "thread" if name in WORK else "wire"
-            spans.append(journal.Span(lane, name, timing.group, _exact(start - began), _exact(stop - began)))
-    for name, group, start, stop in done.work:
-        spans.append(journal.Span("thread", name, group, _exact(start - began), _exact(stop - began)))
-    last = max((at for at, _, _ in done.arrivals), default=done.ended)
-    starts = [("between steps", began), *(mark for mark in marks if began <= mark[1] < last)]
-    if len(starts) == 1:
-        starts = [("compute", began)]
-    for (name, start), (_, stop) in zip(starts, [*starts[1:], ("", last)], strict=True):
-        spans.append(journal.Span("job", name, -1, _exact(start - began), _exact(stop - began)))
-    waiting = journal.Span("job", "waiting for the exchange", -1, _exact(last - began), _exact(done.ended - began))
-    spans.append(waiting)
-    arrivals = tuple(
-        journal.Arrival(_exact(at - began), len(names), names[0] if names else "", groups)
-        for at, names, groups in done.arrivals
-    )
-    wall = time.time() - (perf_counter() - began)
-    return journal.Trace(number, wall, _exact(done.ended - began), tuple(spans), arrivals, done.path, began)
-
-
-def make_sink(target: Any, rank: int) -> Sink | None:
-    """What `log_to` was given, as something that takes lines; None where another rank writes."""
-    if isinstance(target, str | Path):
-        path = Path(target)
-        if path.suffix == ".jsonl" and not path.is_dir():
-            return JsonLines(path) if rank == 0 else None
-        return JsonLines(path / f"rank-{rank}.jsonl")
-    if hasattr(target, "add_scalar"):
-        return to_board(target) if rank == 0 else None
-    if callable(target):
-        return to_callable(target)
-    raise TypeError(
-        f"log_to takes a path, an object with add_scalar such as a SummaryWriter, or a function, not {type(target).__name__}"
-    )
+    return journal.GroupStep(_short(spent[0]), _short(spent[1]), _short(spent[2]), run.way.bytes, run.way.entries)

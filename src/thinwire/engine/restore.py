@@ -1,4 +1,4 @@
-"""From a saved state to a running job: which part of it is meant, whether it fits, and what becomes of it.
+"""Restores a saved state: finds the part that is meant, checks that it fits, and fills an executor with it.
 
 The state of this rank, of as many ranks, for the same codec, gives the same bits. Everything else is a conversion: what has
 not been sent yet is kept, so that the mean over ranks is what it was, and what a codec had learnt begins anew, but for what
@@ -13,20 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..codecs import CodecState, ParameterInfo
 from ..errors import StateError, ThinwireError
-from ..version import __version__
+from .executor import Executor
 from .layout import Group, Layout, TensorInfo
-from .member import GroupRun, Member
-from .method import Method
-from .runner import Runner
+from .rank_state import GroupExchange, RankState
 from .state import (
     FORMAT,
     MEAN,
@@ -34,7 +31,6 @@ from .state import (
     Meta,
     Number,
     capacities,
-    dtype_of,
     elementwise,
     member_of,
     numbered,
@@ -42,8 +38,8 @@ from .state import (
     remembered,
     views,
 )
-
-State = Mapping[str, Any]
+from .state_schema import State, decode, dtype_of, tensor_of
+from .strategy import Strategy
 
 
 @dataclass
@@ -147,37 +143,27 @@ def _is_rank(key: object) -> bool:
 
 def _read(state: State, owner: str) -> Meta:
     key = f"{owner}.thinwire"
-    try:
-        meta = msgspec.json.decode(state[key], type=Meta)
-    except (msgspec.MsgspecError, TypeError, UnicodeError, RecursionError) as error:
-        raise StateError(f"{key!r} cannot be read: {error}") from error
-    if meta.format != FORMAT:
-        raise StateError(f"the state has format {meta.format}; version {__version__} reads format {FORMAT}")
+    meta = decode(state, key, Meta, FORMAT)
     if meta.owner != owner or not max(0, meta.rank) < meta.world:
         raise StateError(f"{key!r} says of itself that it is of {meta.owner} of {meta.world}")
-    observed = [wanted for group in meta.capacities for recent in group for wanted in recent]
-    if min(meta.step, meta.skipped, meta.dense_steps, *observed, 0) < 0:
-        raise StateError(f"{key!r} has a negative step, number of skipped steps or capacity")
     groups = len(meta.layout.groups) if meta.layout is not None else 0
     for name in ("weights", "carries", "capacities", "numbers", "arrays"):
         if len(getattr(meta, name)) != groups:
             raise StateError(f"{key!r} has {groups} groups, but {name} of {len(getattr(meta, name))}")
-    if any(not 0.0 < weight <= 1.0 for weights in meta.weights for weight in weights):
-        raise StateError(f"{key!r} has a residual whose share in the sum is not between 0 and 1")
     return meta
 
 
 # -- whether it fits ---------------------------------------------------------------------------------------------------
 
 
-def check(meta: Meta, method: Method, tensors: Sequence[TensorInfo]) -> Method:
+def check(meta: Meta, strategy: Strategy, tensors: Sequence[TensorInfo]) -> Strategy:
     """By which method it was saved. Refuses the state of another model; the first difference is named."""
     try:
-        method.at(meta.step, kept_settings(meta, method))
+        strategy.at(meta.step, kept_settings(meta, strategy))
     except (TypeError, ValueError) as error:
-        raise StateError(f"'{meta.owner}.thinwire' has settings that {method} refuses: {error}") from None
+        raise StateError(f"'{meta.owner}.thinwire' has settings that {strategy} refuses: {error}") from None
     try:
-        before = Method.saved(meta.codec, meta.chain) if meta.plan is None else Method.of(meta.plan)
+        before = Strategy.saved(meta.codec, meta.chain) if meta.plan is None else Strategy.of(meta.plan)
         before.check(tensors, meta.world)
     except (ThinwireError, TypeError, ValueError) as error:
         raise StateError(f"'{meta.owner}.thinwire' was saved by a method that does not fit: {error}") from None
@@ -194,22 +180,22 @@ def check(meta: Meta, method: Method, tensors: Sequence[TensorInfo]) -> Method:
     return before
 
 
-def kept_settings(meta: Meta, method: Method) -> dict[str, float]:
+def kept_settings(meta: Meta, strategy: Strategy) -> dict[str, float]:
     """The numbers set by hand that this method has too."""
-    return {k: v for k, v in meta.settings.items() if method.codec == meta.codec or k in method.adjustable}
+    return {k: v for k, v in meta.settings.items() if strategy.codec == meta.codec or k in strategy.adjustable}
 
 
-def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], method: Method) -> None:
+def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], strategy: Strategy) -> None:
     """A layout that fits this model: every tensor in its place, nothing beside or upon it."""
     expected = {tensor.name: tensor for tensor in tensors}
     places: dict[str, list[tuple[str, str]]] = {}
     for group in layout.groups:
         _check_group(group, expected)
-        parts = {(str(p.codec), p.chain) for slot in group.slots if (p := method.of_tensor(slot.name)) is not None}
+        parts = {(str(p.codec), p.chain) for slot in group.slots if (p := strategy.of_tensor(slot.name)) is not None}
         if group.codec not in {codec for codec, _ in parts} | {"dense"}:
-            raise StateError(f"{group.name!r} has codec {group.codec} in a state of {method}")
+            raise StateError(f"{group.name!r} has codec {group.codec} in a state of {strategy}")
         if (group.codec, group.chain) not in parts | {("dense", "")}:
-            raise StateError(f"{group.name!r} has the chain {group.chain!r} in a state of {method.full}")
+            raise StateError(f"{group.name!r} has the chain {group.chain!r} in a state of {strategy.full}")
         if group.codec != "dense" and len(parts) > 1:
             raise StateError(f"{group.name!r} has tensors that the plan of this state sends by different codecs")
         for slot in group.slots:
@@ -217,7 +203,7 @@ def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], method: Method)
     for name in expected:
         if name not in places:
             raise StateError(f"the state lacks the tensor {name!r} of this model")
-        part = method.of_tensor(name)
+        part = strategy.of_tensor(name)
         rides = part is not None and part.codec.rides and not part.chain and places[name][0][1] == str(part.codec)
         roles = [role for role, _ in places[name]]
         once = roles == ["coded"] or (roles == ["ride"] and rides)
@@ -239,30 +225,30 @@ def _check_group(group: Group, expected: Mapping[str, TensorInfo]) -> None:
             raise StateError(f"{slot.name!r} is of kind {slot.kind} in the state and {tensor.kind} in this model")
         if (slot.offset, slot.elements) != (offset, tensor.elements):
             raise StateError(
-                f"{slot.name!r} has {slot.elements} elements at {slot.offset} of {group.name!r} in the state; "
-                f"{tensor.elements} at {offset} would be right"
+                f"{slot.name!r} has {slot.elements} elements at offset {slot.offset} of {group.name!r} in the state; "
+                f"{tensor.elements} at offset {offset} would be right"
             )
         offset += slot.elements
     if group.elements != offset or not group.slots:
         raise StateError(f"{group.name!r} has {group.elements} elements in the state, its tensors have {offset}")
 
 
-# -- what becomes of it: runners are new here, and thrown away if something does not fit ---------------------------------
+# -- what becomes of it: executors are new here, and thrown away if something does not fit ---------------------------------
 
 
-def exact(runner: Runner, source: Source) -> None:
+def exact(executor: Executor, source: Source) -> None:
     """Fill a runner that was made with the layout of a rank's own state: it goes on with the same bits."""
     meta, state = source.meta, source.state
-    member = member_of(runner, meta.rank)
+    rank_state = member_of(executor, meta.rank)
 
     def take(field: str, parameter: ParameterInfo, inside: slice, target: Tensor) -> None:
         like = torch.empty(parameter.shape, dtype=target.dtype)
         target.copy_(tensor_of(state, f"{meta.owner}.{field}.{parameter.name}", like).reshape(-1)[inside])
 
-    for number, parameter, inside, target in member.residuals.pieces():
+    for number, parameter, inside, target in rank_state.residuals.pieces():
         take(numbered("residual", number), parameter, inside, target)
     left: dict[str, Tensor] = {}
-    for index, run in enumerate(member.groups):
+    for index, run in enumerate(rank_state.groups):
         for tag, number, start, codec_state in remembered(run):
             _remember(run, codec_state, others(codec_state), tag, meta.numbers[index], meta.arrays[index])
             for field in elementwise(codec_state):
@@ -271,51 +257,52 @@ def exact(runner: Runner, source: Source) -> None:
         for p in run.info.parameters if meta.carries[index] else ():
             left[p.name] = tensor_of(state, f"{meta.owner}.carry.{p.name}", torch.empty(p.shape))
         _observe(run, meta.capacities[index])
-    member.fold(left)
-    _go_on(runner, member, meta, meta.settings)
+    rank_state.fold(left)
+    _go_on(executor, rank_state, meta, meta.settings)
 
 
-def converted(runner: Runner, rank: int, source: Source, settings: Mapping[str, float]) -> None:
+def converted(executor: Executor, rank: int, source: Source, settings: Mapping[str, float]) -> None:
     """Fill a runner of another number of ranks, another codec or another chain. Nothing that was to be sent is lost."""
-    meta, member = source.meta, member_of(runner, rank)
+    meta, rank_state = source.meta, member_of(executor, rank)
     assert meta.layout is not None
     left = source.left()
-    lost = set(left) - {p.name for run in member.groups for p in run.info.parameters}
+    lost = set(left) - {p.name for run in rank_state.groups for p in run.info.parameters}
     if lost:
         raise StateError(
             f"{min(lost)!r} has a residual in the state, and none here, because it is small or excluded: give `attach` the "
             "min_elements and exclude that it had when the state was saved"
         )
     before = {group: index for index, group in enumerate(meta.layout.groups)}
-    for run in member.groups:
+    for run in rank_state.groups:
         index = before.get(run.group)
-        if index is None or run.chain is not None:
+        if index is None or run.driver is None:
             continue
-        common = [field for field in run.state.common if _has(meta, index, field)]
-        _remember(run, run.state, common, "", meta.numbers[index], meta.arrays[index])
-        for field in elementwise(run.state):
-            flat = torch.as_tensor(getattr(run.state, field))
+        own = run.driver.state
+        common = [field for field in own.common if _has(meta, index, field)]
+        _remember(run, own, common, "", meta.numbers[index], meta.arrays[index])
+        for field in elementwise(own):
+            flat = torch.as_tensor(getattr(own, field))
             for p in run.info.parameters:
                 target = flat[p.offset : p.offset + p.elements].view(p.shape)
                 target.copy_(source.mean(f"{field}.{p.name}", target))
-        if meta.world == runner.world.size:
+        if meta.world == executor.world.size:
             _observe(run, meta.capacities[index])
-        run.now.adjusted(run.state)
-    member.fold(left)
-    _go_on(runner, member, meta, settings)
+        run.driver.now.adjusted(own)
+    rank_state.fold(left)
+    _go_on(executor, rank_state, meta, settings)
 
 
 def _has(meta: Meta, index: int, field: str) -> bool:
     return field in meta.numbers[index] or field in meta.arrays[index]
 
 
-def _go_on(runner: Runner, member: Member, meta: Meta, settings: Mapping[str, float]) -> None:
-    member.settings, member.skipped = dict(settings), meta.skipped
-    member.begin(meta.step)
-    runner.statistics.skipped = meta.skipped
+def _go_on(executor: Executor, rank_state: RankState, meta: Meta, settings: Mapping[str, float]) -> None:
+    rank_state.settings, rank_state.skipped = dict(settings), meta.skipped
+    rank_state.begin(meta.step)
+    executor.statistics.skipped = meta.skipped
 
 
-def _observe(run: GroupRun, saved: Sequence[Sequence[int]]) -> None:
+def _observe(run: GroupExchange, saved: Sequence[Sequence[int]]) -> None:
     own = capacities(run)
     if len(saved) != len(own):
         raise StateError(f"{run.info.name!r} has {len(saved)} kinds of messages in the state, here {len(own)}")
@@ -326,7 +313,7 @@ def _observe(run: GroupRun, saved: Sequence[Sequence[int]]) -> None:
 
 
 def _remember(
-    run: GroupRun,
+    run: GroupExchange,
     codec_state: CodecState,
     fields: Sequence[str],
     tag: str,
@@ -346,17 +333,6 @@ def _remember(
         raise StateError(f"{run.info.name!r}, codec {run.codec}: {error}") from None
 
 
-def tensor_of(state: State, key: str, like: Tensor) -> Tensor:
-    """A saved tensor that can be copied to `like`, or an error that names it."""
-    saved = state.get(key)
-    if not _is_like(saved, like):
-        found = "missing" if saved is None else _describe(saved)
-        raise StateError(f"{key!r} should be {dtype_of(like)} {tuple(like.shape)}, but is {found}")
-    if not bool(torch.isfinite(saved).all()):
-        raise StateError(f"{key!r} holds a value that is not finite")
-    return saved
-
-
 def _value_like(present: Any, saved: Array | Number | None) -> Any:
     """What is saved, if it can stand in the place of `present`."""
     if saved is None:
@@ -372,18 +348,3 @@ def _value_like(present: Any, saved: Array | Number | None) -> Any:
     if type(saved) is not type(present) and not (isinstance(present, float) and type(saved) is int):
         raise ValueError(f"should be a {type(present).__name__}, but is {saved!r}")
     return type(present)(saved)
-
-
-def _is_like(saved: Any, tensor: Tensor) -> TypeGuard[Tensor]:
-    return (
-        isinstance(saved, Tensor)
-        and (saved.shape, saved.dtype, saved.layout) == (tensor.shape, tensor.dtype, tensor.layout)
-        and not saved.is_meta
-    )
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    odd = " sparse" if value.layout != torch.strided else " without data" if value.is_meta else ""
-    return f"{dtype_of(value)}{odd} {tuple(value.shape)}"

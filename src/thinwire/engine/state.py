@@ -1,4 +1,4 @@
-"""What a checkpoint holds: a flat dictionary of tensors and one text, in one of two forms.
+"""Contents of a checkpoint: a flat dictionary of tensors and one JSON text, in one of two forms.
 
 Exact, of one rank; all keys carry the rank, because tensors under the same key on several ranks are taken for replicas by
 `torch.distributed.checkpoint`:
@@ -28,11 +28,13 @@ import torch
 from torch import Tensor
 
 from ..codecs import CodecState, GroupInfo, ParameterInfo
+from ..codecs.driver import Capacity
 from ..planner.plan import Plan
-from .capacity import Capacity
+from ..ranges import Count, RankOrAll, Real, Version, Weight, Whole, World
+from .executor import Executor
 from .layout import Layout
-from .member import GroupRun, Member
-from .runner import Runner
+from .rank_state import GroupExchange, RankState
+from .state_schema import dtype_of, encode
 
 FORMAT = 1
 MEAN = "mean"
@@ -43,34 +45,34 @@ class Array(msgspec.Struct, forbid_unknown_fields=True):
     """A small tensor that a codec remembers; `data` is base64 in the text."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     data: bytes
 
 
-Number = float | int | bool | str
+Number = Real | Whole | bool | str
 
 
 class Meta(msgspec.Struct, forbid_unknown_fields=True):
     """The part of a state that is not residuals. Lists have an entry for each group of the layout."""
 
-    format: int
+    format: Version
     version: str
-    rank: int
+    rank: RankOrAll
     """-1 in a state that stands for all ranks."""
-    world: int
+    world: World
     codec: str
     chain: str = ""
-    dense_steps: int = 0
+    dense_steps: Count = 0
     buckets: list[list[str]] = []
     """What one all-reduce took in the dense steps of a job that has no layout yet."""
-    step: int = 0
-    skipped: int = 0
-    settings: dict[str, float] = {}
+    step: Count = 0
+    skipped: Count = 0
+    settings: dict[str, Real] = {}
     layout: Layout | None = None
-    weights: list[list[float]] = []
+    weights: list[list[Weight]] = []
     """For each residual of a group, its share in the sum of all ranks."""
     carries: list[bool] = []
-    capacities: list[list[list[int]]] = []
+    capacities: list[list[list[Count]]] = []
     numbers: list[dict[str, Number]] = []
     arrays: list[dict[str, Array]] = []
     plan: Plan | None = None
@@ -84,7 +86,7 @@ class Meta(msgspec.Struct, forbid_unknown_fields=True):
         return self.dense_steps, self.step
 
     def to_json(self) -> str:
-        return msgspec.json.encode(self).decode()
+        return encode(self)
 
 
 def blank(layout: Layout, meta: Meta) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def blank(layout: Layout, meta: Meta) -> dict[str, Any]:
     return state
 
 
-def exact(runner: Runner | None, meta: Meta) -> dict[str, Any]:
+def exact(executor: Executor | None, meta: Meta) -> dict[str, Any]:
     """The state of one rank; tensors are copies."""
     state: dict[str, Any] = {}
 
@@ -113,34 +115,34 @@ def exact(runner: Runner | None, meta: Meta) -> dict[str, Any]:
         whole = state.setdefault(key, torch.zeros(parameter.shape, dtype=values.dtype))
         whole.view(-1)[inside] = values
 
-    if runner is not None:
-        member = member_of(runner, meta.rank)
-        _describe(runner.layout, member, meta)
-        for number, parameter, inside, values in member.residuals.pieces():
+    if executor is not None:
+        rank_state = member_of(executor, meta.rank)
+        _describe(executor.layout, rank_state, meta)
+        for number, parameter, inside, values in rank_state.residuals.pieces():
             put(numbered("residual", number), parameter, inside, values)
-        for run, numbers, arrays in zip(member.groups, meta.numbers, meta.arrays, strict=True):
+        for run, numbers, arrays in zip(rank_state.groups, meta.numbers, meta.arrays, strict=True):
             for tag, number, start, codec_state in remembered(run):
                 _note(codec_state, others(codec_state), tag, numbers, arrays)
                 for field in elementwise(codec_state):
                     for piece in views(run.info, codec_state, start, torch.as_tensor(getattr(codec_state, field))):
                         put(numbered(field, number), *piece)
-            for parameter in run.info.parameters if run.carry is not None else ():
-                assert run.carry is not None
-                flat = run.carry[parameter.offset : parameter.offset + parameter.elements]
+            for parameter in run.info.parameters if run.inherited is not None else ():
+                assert run.inherited is not None
+                flat = run.inherited[parameter.offset : parameter.offset + parameter.elements]
                 put("carry", parameter, slice(0, parameter.elements), flat)
     state[f"{meta.owner}.thinwire"] = meta.to_json()
     return state
 
 
-def mean(runner: Runner, meta: Meta, average: Callable[[Sequence[Tensor]], None]) -> dict[str, Any]:
-    """One state for all ranks. `average` replaces a tensor of each member by the mean over all ranks: a collective.
+def mean(executor: Executor, meta: Meta, average: Callable[[Sequence[Tensor]], None]) -> dict[str, Any]:
+    """One state for all ranks. `average` replaces a tensor of each rank_state by the mean over all ranks: a collective.
 
     Means are taken in float64, so they are rounded once. What a codec remembers of its own rank is left out.
     """
     state: dict[str, Any] = {}
-    first = runner.members[0]
-    _describe(runner.layout, first, meta)
-    meta.weights = [[1.0] if run.codec.keeps_residual or run.carry is not None else [] for run in first.groups]
+    first = executor.rank_states[0]
+    _describe(executor.layout, first, meta)
+    meta.weights = [[1.0] if run.codec.keeps_residual or run.inherited is not None else [] for run in first.groups]
     meta.carries = [False for _ in first.groups]
 
     def put(key: str, tensors: Sequence[Tensor]) -> None:
@@ -148,28 +150,30 @@ def mean(runner: Runner, meta: Meta, average: Callable[[Sequence[Tensor]], None]
         average(means)
         state[f"{MEAN}.{key}"] = means[0].to(tensors[0].dtype)
 
-    left = [member.left() for member in runner.members]
+    left = [rank_state.unsent() for rank_state in executor.rank_states]
     for name in left[0]:
         put(f"residual.{name}", [own[name] for own in left])
     for index, run in enumerate(first.groups):
-        if run.chain is not None:
+        if run.driver is None:
             continue
-        _note(run.state, run.state.common, "", meta.numbers[index], meta.arrays[index])
-        for field in elementwise(run.state):
-            flat = [torch.as_tensor(getattr(member.groups[index].state, field)) for member in runner.members]
+        own_state = run.driver.state
+        _note(own_state, own_state.common, "", meta.numbers[index], meta.arrays[index])
+        for field in elementwise(own_state):
+            everyone = [rank_state.groups[index].way.states[0] for rank_state in executor.rank_states]
+            flat = [torch.as_tensor(getattr(codec_state, field)) for codec_state in everyone]
             for p in run.info.parameters:
                 put(f"{field}.{p.name}", [own[p.offset : p.offset + p.elements].view(p.shape) for own in flat])
     state[f"{MEAN}.thinwire"] = meta.to_json()
     return state
 
 
-def _describe(layout: Layout, member: Member, meta: Meta) -> None:
-    meta.layout, meta.step, meta.skipped = layout, member.step, member.skipped
-    meta.weights = [[weight for _, _, weight in run.holdings] for run in member.groups]
-    meta.carries = [run.carry is not None for run in member.groups]
-    meta.capacities = [[list(capacity.recent) for capacity in capacities(run)] for run in member.groups]
-    meta.numbers = [{} for _ in member.groups]
-    meta.arrays = [{} for _ in member.groups]
+def _describe(layout: Layout, rank_state: RankState, meta: Meta) -> None:
+    meta.layout, meta.step, meta.skipped = layout, rank_state.step, rank_state.skipped
+    meta.weights = [[part.weight for part in run.way.residual_parts] for run in rank_state.groups]
+    meta.carries = [run.inherited is not None for run in rank_state.groups]
+    meta.capacities = [[list(capacity.recent) for capacity in capacities(run)] for run in rank_state.groups]
+    meta.numbers = [{} for _ in rank_state.groups]
+    meta.arrays = [{} for _ in rank_state.groups]
 
 
 def _note(
@@ -185,16 +189,17 @@ def _note(
             numbers[field + tag] = value
 
 
-def agreement(runner: Runner, rank: int) -> str:
+def agreement(executor: Executor, rank: int) -> str:
     """A digest of what must be equal on all ranks, because sizes and kinds of messages follow from it."""
-    member = member_of(runner, rank)
-    digest = hashlib.sha256(msgspec.json.encode([member.step, member.settings]))
-    for run in member.groups:
-        if run.chain is not None:  # its ranks have different parts
+    rank_state = member_of(executor, rank)
+    digest = hashlib.sha256(msgspec.json.encode([rank_state.step, rank_state.settings]))
+    for run in rank_state.groups:
+        if run.driver is None:  # ranks of a chain have different parts
             continue
+        own = run.driver.state
         numbers: dict[str, Number] = {}
         arrays: dict[str, Array] = {}
-        _note(run.state, run.state.agreed, "", numbers, arrays)
+        _note(own, own.agreed, "", numbers, arrays)
         digest.update(msgspec.json.encode([numbers, arrays, [list(c.recent) for c in capacities(run)]]))
     return digest.hexdigest()[:16]
 
@@ -202,8 +207,8 @@ def agreement(runner: Runner, rank: int) -> str:
 # What is where, for those who save and those who load.
 
 
-def member_of(runner: Runner, rank: int) -> Member:
-    return runner.members[list(runner.world.members).index(rank)]
+def member_of(executor: Executor, rank: int) -> RankState:
+    return executor.rank_states[list(executor.world.local_ranks).index(rank)]
 
 
 def numbered(field: str, number: int) -> str:
@@ -211,21 +216,21 @@ def numbered(field: str, number: int) -> str:
     return f"{field}{number}" if number else field
 
 
-def remembered(run: GroupRun) -> Iterator[tuple[str, int, int, CodecState]]:
+def remembered(run: GroupExchange) -> Iterator[tuple[str, int, int, CodecState]]:
     """Each state of a group: how its fields are marked, the number of its Comp, its first element."""
     if run.chain is None:
-        yield "", 0, 0, run.state
+        yield "", 0, 0, run.way.states[0]
         return
     for number, position in enumerate(run.chain.positions):
         for i, piece in enumerate(position.pieces):
             yield f"@{number}.{i}", number, piece.range.start, piece.state
 
 
-def capacities(run: GroupRun) -> list[Capacity]:
-    found = [run.capacity]
+def capacities(run: GroupExchange) -> list[Capacity]:
+    found = [run.driver.capacity] if run.driver is not None else []
     if run.chain is not None:
         found = [p.talk.capacity if p.talk is not None else p.capacity for p in run.chain.positions]
-    return [capacity for capacity in found if isinstance(capacity, Capacity)]
+    return [capacity for capacity in found if capacity is not None]
 
 
 def elementwise(codec_state: CodecState) -> list[str]:
@@ -249,7 +254,3 @@ def views(
         parameter = whole[piece.name]
         first = start + piece.offset - parameter.offset
         yield parameter, slice(first, first + piece.elements), flat[piece.offset : piece.offset + piece.elements]
-
-
-def dtype_of(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

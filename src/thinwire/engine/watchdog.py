@@ -1,7 +1,7 @@
-"""Whether what is applied is what came in, on a sample of elements, whatever a codec says of itself.
+"""Sampled check that applied + residual equals input, independent of a codec's own bookkeeping.
 
 Over some steps the mean of what was applied must be the mean over ranks of gradients, plus the residuals before, less the
-residuals after. A codec that scales, loses or repeats does not fulfil that; one that holds back more and more does, and
+residuals after. A codec that scales, loses or repeats fails that check; one whose residuals grow and grow passes it, and
 is found by the growth of its residuals.
 """
 
@@ -43,9 +43,9 @@ class Watchdog:
         self._wrong = self._grown = 0
         self._residual = 0.0
 
-    def begin(self, left: Mapping[str, Tensor]) -> None:
-        """A window begins; `left` is what this rank has not sent yet, by name."""
-        self._before = {names: self._sampled(names, left) for names in self._came}
+    def begin(self, unsent: Mapping[str, Tensor]) -> None:
+        """A window begins; `unsent` is what this rank has not sent yet, by name."""
+        self._before = {names: self._sampled(names, unsent) for names in self._came}
         self._came, self._went = {}, {}
 
     def forget(self) -> None:
@@ -67,28 +67,28 @@ class Watchdog:
         part = part / scale if scale != 1.0 else part
         sums[names] = sums[names] + part if names in sums else part.clone()
 
-    def _sampled(self, names: Names, left: Mapping[str, Tensor]) -> Tensor:
-        """The same elements of what is left as of a bucket with these tensors."""
+    def _sampled(self, names: Names, unsent: Mapping[str, Tensor]) -> Tensor:
+        """The same elements of what is unsent as of a bucket with these tensors."""
         parts, start = [], 0
         for name in names:
             first = -start % self._stride
-            if name in left:
-                parts.append(left[name].reshape(-1)[first :: self._stride])
+            if name in unsent:
+                parts.append(unsent[name].reshape(-1)[first :: self._stride])
             else:
                 parts.append(torch.zeros(len(range(first, self._sizes[name], self._stride))))
             start += self._sizes[name]
         return torch.cat(parts)
 
-    def due(self, left: Mapping[str, Tensor]) -> Tensor | None:
+    def due(self, unsent: Mapping[str, Tensor]) -> Tensor | None:
         """This rank's part of what should have been applied in the window: its mean over ranks is to be shown to `judge`.
 
-        Nothing in the first window, in which it is not known what was left before.
+        Nothing in the first window, in which it is not known what was unsent before.
         """
         if not self._came or self._came.keys() != self._before.keys() or self._went.keys() != self._came.keys():
             return None
         squared, parts = 0.0, []
         for names, total in self._came.items():
-            after = self._sampled(names, left)
+            after = self._sampled(names, unsent)
             squared += float(after.square().sum())
             parts.append(total + self._before[names] - after)
         return torch.cat([torch.tensor([squared]), *parts])

@@ -1,10 +1,8 @@
-"""What a user holds: the exchange of one job, with its numbers, its saved state and its guard."""
+"""Facade of one exchange, as users hold it: change it, read its numbers, save and load it, guard an optimizer."""
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,97 +10,68 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..codecs import Codec
-from ..errors import AttachError, ChainError, ExchangeError, ThinwireError
-from ..kernels.finite import all_finite
+from ..comm import object_collectives
+from ..comm.world import TorchWorld, World
+from ..errors import AttachError, ExchangeError
 from ..log import logger
 from ..planner.plan import Plan
-from ..schemes import tree
-from ..schemes.collective import Place
-from ..schemes.world import TorchWorld, World
-from . import interrupt, words
-from .agree import agree
-from .checkpoint import Checkpoint
-from .layout import Exclude, Layout, TensorInfo
-from .method import Method
-from .recorder import Recorder, make_sink
-from .runner import Runner, Seat
+from . import files
+from .checkpoint import Checkpointer, Form
+from .executor import Executor
+from .session import Session
+from .sinks import make_sink
+from .strategy import Strategy
 
 
-class Wire(Checkpoint):
-    """Base of `Exchange` and of what `attach` returns. Until its layout is frozen there is no runner."""
+class Wire:
+    """Base of `Exchange` and of what `attach` returns."""
 
-    def __init__(
-        self,
-        world: World,
-        method: Method,
-        tensors: Sequence[TensorInfo],
-        *,
-        exclude: Exclude = (),
-        min_elements: int = 1024,
-        protected: bool = False,
-        tracks_unused: bool = False,
-    ) -> None:
-        self.world, self.method, self.tensors = world, method, list(tensors)
-        self._exclude, self._min_elements = exclude, min_elements
-        self.runner: Runner | None = None
-        self.settings: dict[str, float] = {}
-        self.dense_steps = 0
-        self._partition = None
-        self._protected, self._tracks_unused = protected, tracks_unused
-        self._guarded = False
-        self._scaler: GradScaler | None = None
-        self._direct_steps = self._direct_skipped = self._direct_void = 0
-        self._went_direct = False
-        self._lock = threading.Lock()
-        self._seat: Seat | None = None
-        self._finalizer: weakref.finalize[..., Any] | None = None
-        self._recorder = Recorder(world.members[0], world.size, world.ranks_per_node)
-        interrupt.watch(self)
+    def __init__(self, session: Session, *, adopts_saved_plans: bool = False) -> None:
+        self.session, self.tensors = session, list(session.job.tensors)
+        self._checkpointer = Checkpointer(session, adopts=adopts_saved_plans)
+
+    # -- what it is ----------------------------------------------------------------------------------------------------
 
     @property
-    def direct(self) -> bool:
-        """Whether its exchange is nothing but the all-reduce of the gradients, in their own dtype."""
-        return self.method.direct
+    def world(self) -> World:
+        return self.session.world
+
+    @property
+    def strategy(self) -> Strategy:
+        """By which codecs and chains its tensors travel."""
+        return self.session.strategy
+
+    @property
+    def executor(self) -> Executor | None:
+        """What exchanges by the layout; None until the layout is frozen."""
+        return self.session.executor
 
     @property
     def plan(self) -> Plan | None:
         """The plan that it follows, if there is one."""
-        return self.method.plan
+        return self.session.strategy.plan
+
+    @property
+    def steps(self) -> int:
+        """Steps since training began, those before a resume included."""
+        return self.session.steps
+
+    @property
+    def dense_steps(self) -> int:
+        """Those of them that were plain all-reduces, or DDP's own."""
+        return self.session.progress.dense_steps
+
+    @property
+    def error(self) -> BaseException | None:
+        """What closed this wire, if it is closed."""
+        return self.session.lifecycle.error
+
+    @property
+    def skipped_last_step(self) -> bool:
+        """Whether the last step was void on all ranks, because a gradient was not finite somewhere."""
+        return self.session.skipped_last_step
 
     # -- running -------------------------------------------------------------------------------------------------------
-
-    def freeze(self, layout: Layout) -> Runner:
-        """From now on exchange by this layout."""
-        return self._use(self._make(layout))
-
-    def _make(self, layout: Layout) -> Runner:
-        runner = Runner(
-            self.world,
-            layout,
-            protected=self._protected,
-            tests_results=self._guarded or self._protected,
-            tracks_unused=self._tracks_unused,
-            saturates=self._scaler is None,
-            recorder=self._recorder,
-            number=_counter(weakref.ref(self)),
-        )
-        for member in runner.members:
-            member.adjust(self.settings)
-        return runner
-
-    def _use(self, runner: Runner) -> Runner:
-        if self.runner is not None:
-            self.runner.stop()
-        if self._finalizer is not None:
-            self._finalizer.detach()  # it would keep the residuals of the old runner
-        if isinstance(self.world, TorchWorld):
-            self._seat = self._seat or Seat()
-            runner.take(self._seat)
-            # When the wire is forgotten, and before the interpreter goes down under a thread that still runs.
-            self._finalizer = weakref.finalize(self, _leave, runner, self._seat)
-        self.runner = runner
-        self._tell_layout()
-        return runner
 
     def change(self, codec: Codec | str | Plan, chain: str | None = None, *, keep: bool = True) -> None:
         """Go over to another codec, chain or plan, between two steps. A collective: every rank calls it alike.
@@ -110,72 +79,7 @@ class Wire(Checkpoint):
         What was not sent yet is not lost: each rank folds what it holds into its residual, or into its next gradient
         where the new chain has no residual for whole gradients; unless `keep` is false. What the codec had learnt is forgotten.
         """
-        old, problem, chosen = self.runner, None, self.method
-        try:
-            chosen = Method.of(codec, chain)
-            chosen.check(self.tensors, self.world.size, self.world.ranks_per_node)
-            self._check_nodes(chosen)
-            if old is not None and old.busy:
-                raise ExchangeError("a codec is changed between two steps, not while one is under way")
-        except ThinwireError as error:
-            if not isinstance(self.world, TorchWorld):
-                raise
-            problem = str(error)
-        if isinstance(self.world, TorchWorld):
-            step = old.members[0].step if old is not None else 0
-            agree(self.world.parent, {**chosen.facts(), "step": step}, problem)
-        self.method = chosen
-        self.settings = {name: value for name, value in self.settings.items() if name in chosen.adjustable}
-        self._recorder.event(self.steps, "codec", f"from now on {chosen.full}")
-        if old is None:
-            self.world.prepare(self._layout([self.tensors]).places(self._place()))
-            return
-        layout = self._layout(self._buckets_of(old))
-        self.world.prepare(layout.places(self._place()))
-        runner = self._make(layout)
-        for member, before in zip(runner.members, old.members, strict=True):
-            if keep:
-                member.fold(before.left())
-            member.skipped, member.scale = before.skipped, before.scale
-            member.begin(before.step)
-        runner.statistics.skipped = old.statistics.skipped
-        self._use(runner)
-
-    def _place(self) -> Place:
-        return Place(self.world.members[0], self.world.size, self.world.ranks_per_node)
-
-    def _layout(self, buckets: Sequence[Sequence[TensorInfo]], method: Method | None = None) -> Layout:
-        return (method or self.method).layout(buckets, self._exclude, self._min_elements)
-
-    def _buckets_of(self, runner: Runner) -> Sequence[Sequence[TensorInfo]]:
-        """How the tensors come that this runner exchanges."""
-        return runner.layout.buckets()
-
-    def _check_nodes(self, method: Method) -> None:
-        for chain in method.chains:
-            if tree.parse(chain).hierarchical and self.world.ranks_per_node is None:
-                raise ChainError(f"{chain!r} needs nodes: {self.world.why}")
-
-    @property
-    def waiting(self) -> bool:
-        """Whether somebody waits for a result."""
-        return self.runner is not None and self.runner.busy
-
-    def interrupt(self) -> None:
-        if self.runner is not None:
-            self.runner.interrupt()
-
-    def close(self) -> None:
-        """End the exchange thread and give up the process groups of this wire. The job cannot go on with it."""
-        if self.runner is not None:
-            self.runner.close()
-        else:
-            self.world.close()
-
-    @property
-    def error(self) -> BaseException | None:
-        """What closed this wire, if it is closed."""
-        return self.runner.error if self.runner is not None else None
+        self.session.change(codec, chain, keep=keep)
 
     def set(self, **settings: float) -> None:
         """Change numbers of the codec from the next step on, as in `wire.set(density=0.001)`.
@@ -183,68 +87,61 @@ class Wire(Checkpoint):
         A collective, to be called on every rank between two steps: all must say the same. It takes the place of a schedule,
         and is saved with the state.
         """
+        session = self.session
         problem: str | None = None
         try:
             for name in settings:
-                if name not in self.method.adjustable:
-                    known = ", ".join(self.method.adjustable) or "nothing"
-                    raise ValueError(f"{self.method} cannot change {name!r} while training; it can: {known}")
-            self.method.at(0, settings)
-            if self.runner is not None and self.runner.busy:
+                if name not in session.strategy.adjustable:
+                    known = ", ".join(session.strategy.adjustable) or "nothing"
+                    raise ValueError(f"{session.strategy} cannot change {name!r} while training; it can: {known}")
+            session.strategy.at(0, settings)
+            if session.waiting:
                 raise ValueError("an exchange is under way: change the codec between two steps")
         except (TypeError, ValueError) as error:
             problem = str(error)
-        if isinstance(self.world, TorchWorld):
-            step = self.runner.members[0].step if self.runner is not None else 0
-            agree(self.world.parent, {"settings": sorted(settings.items()), "step": step}, problem)
-        elif problem is not None:
+        agreed = session.agree({"settings": sorted(settings.items()), "step": session.step}, problem)
+        if not agreed and problem is not None:
             raise AttachError(problem)
-        self.settings |= settings
-        if self.runner is not None:
-            for member in self.runner.members:
-                member.adjust(settings)
-        self._recorder.event(self.steps, "settings", f"from the next step on {self._method_now().full}")
-        if self.world.members[0] == 0:
-            logger.info("from the next step on: %s", self._method_now())
+        session.settings |= settings
+        for rank_state in session.executor.rank_states if session.executor is not None else ():
+            rank_state.adjust(settings)
+        now = session.strategy_now()
+        session.recorder.event(session.steps, "settings", f"from the next step on {now.full}")
+        if session.world.local_ranks[0] == 0:
+            logger.info("from the next step on: %s", now)
 
-    def _method_now(self) -> Method:
-        """The method with its numbers of the next step."""
-        return self.method.at(self.runner.members[0].step if self.runner is not None else 0, self.settings)
+    def close(self) -> None:
+        """End the exchange thread and give up the process groups of this wire. The job cannot go on with it."""
+        self.session.close()
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
-    @property
-    def skipped_last_step(self) -> bool:
-        """Whether the last step was void on all ranks, because a gradient was not finite somewhere."""
-        if self._went_direct:
-            return self._direct_steps == self._direct_void
-        return self.runner is not None and self.runner.members[0].last_off
-
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank, means over steps: bytes it hands to collectives, seconds by phase, density, residual norm."""
+        session, executor = self.session, self.session.executor
         stats: dict[str, Any] = {
-            "codec": str(self._method_now()),
-            "chain": self.method.chain,
-            "world": self.world.size,
-            "dense_steps": self.dense_steps,
+            "codec": str(session.strategy_now()),
+            "chain": session.strategy.chain,
+            "world": session.world.size,
+            "dense_steps": session.progress.dense_steps,
         }
-        if self.runner is None:
-            return {**stats, "steps": 0, "skipped": self._direct_skipped, "bytes_per_step": 0.0, "groups": []}
-        member, statistics = self.runner.members[0], self.runner.statistics
+        if executor is None:
+            return {**stats, "steps": 0, "skipped": session.direct.skipped, "bytes_per_step": 0.0, "groups": []}
+        rank_state = executor.rank_states[0]
         return {
             **stats,
-            "rank": member.rank,
-            **statistics.to_dict(),
-            "skipped": statistics.skipped + self._direct_skipped,
-            "residual_norm": member.residuals.norm(),
-            "memory_bytes": member.bytes,
+            "rank": rank_state.rank,
+            **executor.statistics.to_dict(),
+            "skipped": executor.statistics.skipped + session.direct.skipped,
+            "residual_norm": rank_state.residuals.norm(),
+            "memory_bytes": rank_state.bytes,
         }
 
     def stats_of_all_ranks(self) -> list[dict[str, Any]]:
         """`stats()` of every rank, in rank order. A collective. The rank with the least `wire_seconds` is the straggler."""
         if not isinstance(self.world, TorchWorld):
             return [self.stats()]
-        return words.gather(self.stats(), self.world.parent)
+        return object_collectives.gather(self.stats(), self.world.parent)
 
     def log_to(self, target: Any = None, *, every: int = 1, summary: int = 100, residual_every: int = 50) -> None:
         """Write down what every step takes and sends, from the next one on. Not a collective; may be called several times.
@@ -265,17 +162,17 @@ class Wire(Checkpoint):
         ):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a whole number from {least} on, not {value!r}")
-        recorder = self._recorder
-        sink = None if target is None else make_sink(target, self.world.members[0])
+        recorder = self.session.recorder
+        sink = None if target is None else make_sink(target, self.world.local_ranks[0])
         recorder.every, recorder.summary_every, recorder.residual_every = every, summary, residual_every
         recorder.active = True
         if sink is not None:
-            recorder.add(sink, self.method.full)
-            self._tell_layout()
+            recorder.add(sink, self.strategy.full)
+            self.session.record_layout()
 
     def note(self, *, step: int | None = None, **values: float) -> None:
         """Put numbers of your own into the log, such as `wire.note(loss=loss.item())` after backward."""
-        self._recorder.note(self.steps if step is None else step, values)
+        self.session.recorder.note(self.steps if step is None else step, values)
 
     def trace(self, steps: int = 20) -> None:
         """Write down when every piece of the next steps happens: for `thinwire report --trace`, and its timeline.
@@ -284,13 +181,9 @@ class Wire(Checkpoint):
         """
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps must be a whole number from 1 on, not {steps!r}")
-        if not self._recorder.active:
+        if not self.session.recorder.active:
             raise ExchangeError("a trace is written to the log: call wire.log_to(...) first")
-        self._recorder.trace(steps)
-
-    def _tell_layout(self) -> None:
-        if self.runner is not None:
-            self._recorder.layout(self.steps, self.method.full, self.runner.layout, self.plan)
+        self.session.recorder.trace(steps)
 
     # -- mixed precision and non-finite values -------------------------------------------------------------------------
 
@@ -300,30 +193,17 @@ class Wire(Checkpoint):
         The same as `attach(..., scaler=scaler)`, for a scaler that is made later: residuals are then kept unscaled, and are
         as before, bit for bit, after a step that the scaler skips.
         """
-        problem = None
+        session, problem = self.session, None
         if not isinstance(scaler, GradScaler):
             problem = f"scaled_by needs a torch.amp.GradScaler, not {type(scaler).__name__}"
-        elif self.runner is not None and self.runner.busy:
+        elif session.waiting:
             problem = "an exchange is under way: name the scaler between two steps"
-        if isinstance(self.world, TorchWorld):
-            agree(self.world.parent, {"scaler": problem is None and scaler.is_enabled()}, problem)
-        elif problem is not None:
+        agreed = session.agree({"scaler": problem is None and scaler.is_enabled()}, problem)
+        if not agreed and problem is not None:
             raise AttachError(problem)
         if not scaler.is_enabled():
             return  # it does not skip a step that is not finite
-        self._scaler, self._protected = scaler, True
-        if self.runner is not None:
-            for member in self.runner.members:
-                member.tests_results, member.saturates = True, False
-                member.residuals.protected = True
-                for index in range(len(member.groups)):
-                    member.residuals.protect(index, everything=True)
-
-    def _look_at_scale(self) -> None:
-        """A step begins: by how much are its gradients too large?"""
-        if self._scaler is not None and self.runner is not None:
-            for member in self.runner.members:
-                member.scale = float(self._scaler.get_scale())
+        session.take_scaler(scaler)
 
     def guard(self, optimizer: Optimizer) -> None:
         """Make `optimizer.step()` do nothing, on all ranks, after a step in which a gradient was not finite.
@@ -331,10 +211,7 @@ class Wire(Checkpoint):
         For jobs without a GradScaler. The gradients of such a step are dropped; see `docs/message-format.md` for how
         ranks agree. Schedulers and counters of your own still advance.
         """
-        self._guarded = True
-        if self.runner is not None:
-            for member in self.runner.members:
-                member.tests_results = True
+        self.session.guard()
 
         def drop(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if self.skipped_last_step:
@@ -345,33 +222,43 @@ class Wire(Checkpoint):
 
         optimizer.register_step_pre_hook(drop)
 
-    def _begin_direct(self) -> None:
-        """A step begins whose means go straight to the optimizer, dense."""
-        self._direct_steps += 1
-        self._went_direct = True
+    def average_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace one tensor of each rank in this process by its plain mean, outside of any step. Every rank calls it alike."""
+        self.session.average_(tensors)
 
-    def _inspect_direct(self, result: Tensor, step: int) -> None:
-        """Look at a dense mean, where anybody skips a step that is not finite. It is the same on all ranks."""
-        looks = self._guarded or self._protected or not self.direct
-        if looks and not all_finite(result):
-            with self._lock:
-                first = self._direct_void != step
-                self._direct_skipped += first
-                self._direct_void = step
-            if first:
-                self._recorder.event(self.steps, "skipped", "a dense mean is not finite: the step is void")
+    # -- saved states --------------------------------------------------------------------------------------------------
 
+    def state_dict(self, form: Form = "exact") -> dict[str, Any]:
+        """Residuals, what codecs remember, step and layout.
 
-def _counter(reference: weakref.ref[Wire]) -> Callable[[], int]:
-    """How many steps a wire has done. Whoever counts must not keep it alive."""
+        "exact"  of this rank, for as many ranks and the same bits. Local, never a collective; every rank saves its own
+        "mean"   the same on all ranks, for any number of them: one residual in all, their mean. **A collective**: every rank
+                 calls it, between two steps; one may save it, all must load it
+        """
+        return self._checkpointer.state_dict(form)
 
-    def count() -> int:
-        wire = reference()
-        return wire.steps if wire is not None else 0
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where `state_dict()` was taken. Local; refuses what does not fit, changing nothing.
 
-    return count
+        The state of this rank gives the same bits as a job that was never interrupted. If the number of ranks has changed, give
+        a list with the states of all old ranks, or one of form "mean": every rank then goes on with the mean of what the old
+        ones had not sent. Another codec or chain keeps the residuals and learns anew. All ranks must load alike.
+        """
+        self._checkpointer.load_state_dict(saved)
 
+    def save(self, folder: files.Where, form: Form = "exact") -> None:
+        """Write `state_dict(form)` as safetensors files: one a rank, or one in all, each whole or not at all.
 
-def _leave(runner: Runner, seat: Seat) -> None:
-    runner.stop()
-    seat.close()
+        Every rank calls it. With "exact" it is no collective, and rank 1 of 2 writes `folder/rank1-of-2.safetensors`. With
+        "mean" it is one, and rank 0 writes `folder/mean.safetensors`.
+        """
+        self._checkpointer.save(folder, form)
+
+    def load(self, where: files.Where | Sequence[files.Where], *, key: str | None = None) -> None:
+        """Resume from files of `save`: a folder, a file, or several; see `load_state_dict`.
+
+        **A collective**: all ranks load, from the same step, or none does.
+        In a folder the newest complete set counts, those for this number of ranks before others. The folder may also be one of
+        `torch.distributed.checkpoint`, of any number of ranks; `key` says where in it, if it has several wires.
+        """
+        self._checkpointer.load(where, key=key)

@@ -1,4 +1,4 @@
-"""What was not sent: the residual store, and how it is looked at while gradients are taken."""
+"""Error feedback: the residual store, and plain and detached feedback for local updates."""
 
 from .detached import Balance, Detached, Plain
 from .residual import ResidualStore

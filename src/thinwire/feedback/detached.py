@@ -1,4 +1,4 @@
-"""How a rank looks at what it has not sent while it takes its gradients: error feedback, plain or detached.
+"""Error feedback, plain or detached: at which point a rank takes its gradients, given what it has not sent.
 
 All ranks share the model x; each has an error e, in units of parameters. Gradients are taken at x - strength * e. Strength 0 is
 plain error feedback (EF), 1 is SAEF, also known as PSync; in between is detached error feedback (DEF, ICML 2022).

@@ -1,4 +1,4 @@
-"""What was not sent yet: for each group one flat float32 tensor, or one for each Comp of its chain; seen by name as well."""
+"""Residual store: what was not sent yet, one flat float32 tensor per group, or per Comp of its chain; by name as well."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ResidualStore:
     """
 
     def __init__(
-        self, groups: Sequence[GroupInfo], holdings: Sequence[Sequence[tuple[int, int, float]]], *, protected: bool
+        self, groups: Sequence[GroupInfo], parts: Sequence[Sequence[tuple[int, int, float]]], *, protected: bool
     ) -> None:
         self.groups = list(groups)
         self.protected = protected
         self.held = [
-            [Held(start, stop, weight, torch.zeros(stop - start)) for start, stop, weight in each] for each in holdings
+            [Held(start, stop, weight, torch.zeros(stop - start)) for start, stop, weight in each] for each in parts
         ]
         for index in range(len(self.held)):
             self.protect(index, everything=False)
@@ -66,12 +66,6 @@ class ResidualStore:
     def of(self, index: int) -> list[Tensor]:
         return [held.flat for held in self.held[index]]
 
-    def begin(self, index: int) -> None:
-        """A group's exchange begins: remember its residual if that is promised."""
-        for held in self.held[index]:
-            if held.before is not None:
-                held.before.copy_(held.flat)
-
     def roll_back(self, index: int) -> None:
         """The step is void: restore the residual if a copy is kept. Otherwise the codec has put back what it sent."""
         for held in self.held[index]:
@@ -86,7 +80,7 @@ class ResidualStore:
                     yield number, parameter, *held.of(parameter)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """What is left of each parameter on this rank, shaped like the parameter; the sum over ranks is what is not sent yet.
+        """What is unsent of each parameter on this rank, shaped like the parameter; the sum over ranks is what is not sent yet.
 
         Without a chain it is a view of the residual.
         """

@@ -1,6 +1,6 @@
-"""What a job on this machine can be tried on: an emulated cluster, workloads, benchmarks.
+"""Experiments on one machine: an emulated cluster, workloads, benchmarks.
 
-Names are loaded when first used: the command line asks for `LabError` and must not wait for torch.
+Names are loaded on first use, so that `LabError` is available without torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Kernels against their limits: every codec's encode and decode beside `residual.add_(gradient)`, in one run on one core.
+"""Kernel benchmark: encode and decode of every codec relative to `residual.add_(gradient)`, in one run on one core.
 
-Each repetition runs everything once, in turn, so that a noisy moment meets all alike. Codecs run in their error-feedback
-loop on all ranks; the clock looks at rank 0 only. Reported are medians, and ratios to the floor of the same run.
+Each repetition runs everything once, in turn, so that noise affects all alike. Codecs run in their error-feedback loop on all
+ranks; only rank 0 is timed. Results are medians, and ratios to the floor of the same run.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..codecs import Codec, parse
+from ..comm.collectives import Collective
+from ..comm.world import LocalWorld
 from ..engine.layout import build, describe
-from ..engine.member import Member
-from ..schemes.collective import Collective
-from ..schemes.world import LocalWorld
+from ..engine.rank_state import RankState
 from . import bench_updates
-from .methods import updates_of
+from .method_spec import parse_updates
 
 WARM_UP = 8
 UPDATES = ("updates(randomblock(ratio=64), 0.3)",)
 
 
 def default_codecs(density: float, ranks: int) -> list[tuple[str, int]]:
-    """What is measured: (codec, ranks)."""
+    """The default benchmark: (codec, ranks)."""
     d = f"density={density:g}"
     return [
         (f"micro({d})", ranks),
@@ -56,13 +57,13 @@ def default_codecs(density: float, ranks: int) -> list[tuple[str, int]]:
 
 @dataclass
 class Run:
-    """One codec in its loop: times of rank 0, and what all ranks sent."""
+    """A codec in its error-feedback loop: times of rank 0, and the traffic of all ranks."""
 
     text: str
     ranks: int
     elements: int
     codec: Codec = field(init=False)
-    members: list[Member] = field(init=False)
+    rank_states: list[RankState] = field(init=False)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     bits: list[float] = field(default_factory=list)
 
@@ -71,7 +72,7 @@ class Run:
         rows = max(1, math.isqrt(self.elements))
         shape = (rows, self.elements // rows)
         layout = build([[describe("weight", torch.empty(shape, device="meta"))]], self.codec, min_elements=0)
-        self.members = [Member(layout, rank, self.ranks) for rank in range(self.ranks)]
+        self.rank_states = [RankState(layout, rank, self.ranks) for rank in range(self.ranks)]
         self.world = LocalWorld(self.ranks)
         self.buffers = [torch.empty(shape).view(-1) for _ in range(self.ranks)]
         self.riders = torch.zeros(0)
@@ -79,9 +80,9 @@ class Run:
     def step(self, gradients: list[Tensor], turn: int, keep: bool) -> None:
         """One exchange on all ranks. Phases: select (to the first collective), encode (to the last), decode."""
         runs: list[Generator[Collective, None, None]] = []
-        for rank, (member, buffer) in enumerate(zip(self.members, self.buffers, strict=True)):
+        for rank, (rank_state, buffer) in enumerate(zip(self.rank_states, self.buffers, strict=True)):
             buffer.copy_(gradients[(turn + rank) % len(gradients)][: buffer.numel()])
-            runs.append(member.run(0, buffer, self.riders))
+            runs.append(rank_state.run(0, buffer, self.riders))
         marks = [0.0]
         gathered = summed = 0
         while True:
@@ -103,18 +104,18 @@ class Run:
         if keep:
             for phase, seconds in (("select", marks[1]), ("encode", sum(marks[1:-1])), ("decode", marks[-1])):
                 self.seconds.setdefault(phase, []).append(seconds)
-            each = [member.groups[0].entries for member in self.members]
-            entries = each[0] if summed else sum(each)  # all ranks send their values of the same places
+            each = [rank_state.groups[0].way.entries for rank_state in self.rank_states]
+            entries = each[0] if summed else sum(each)  # all ranks send values of the same places
             if entries:
-                # A gathered value stands beside its index in one rank's message; a summed one belongs to all ranks.
+                # A gathered value comes with its index in one rank's message; a summed one belongs to all ranks.
                 self.bits.append((gathered + summed) / entries)
-        for member in self.members:
-            member.finish()
+        for rank_state in self.rank_states:
+            rank_state.finish()
 
 
 @dataclass
 class InPlace:
-    """MiCRO's kernels without messages: accumulate, flag and select in place; then take and clear at all ranks' places."""
+    """MiCRO's kernels without messages: accumulate, flag and select in place; then take and clear all ranks' places."""
 
     ranks: int
     elements: int
@@ -130,8 +131,6 @@ class InPlace:
         self.values = np.empty(count, np.float32)
 
     def step(self, gradients: list[Tensor], turn: int, keep: bool) -> None:
-        from ..kernels.cpu import basic, sliced
-
         gradient = gradients[turn % len(gradients)].numpy()
         size = self.elements // self.ranks
         start = turn % self.ranks * size
@@ -140,9 +139,11 @@ class InPlace:
         threshold = np.partition(magnitudes, size - share)[size - share]
         ends, thresholds = np.array([self.elements]), np.array([threshold], np.float32)
         begun = time.perf_counter()
-        sliced.accumulate_select_segments(self.residual, gradient, start, start + size, ends, thresholds, self.chosen)
+        kernels.sliced.accumulate_select_segments(
+            self.residual, gradient, start, start + size, ends, thresholds, self.chosen
+        )
         selected = time.perf_counter()
-        basic.take(self.residual, self.support, self.values)
+        kernels.basic.take(self.residual, self.support, self.values)
         ended = time.perf_counter()
         if keep:
             self.seconds.setdefault("in place", []).append(selected - begun)
@@ -150,7 +151,7 @@ class InPlace:
 
 
 def gradients_of(elements: int, count: int = 3, seed: int = 0) -> list[Tensor]:
-    """Gradients whose scale changes from block to block, as layers do."""
+    """Gradients whose scale varies by block, as it does by layer."""
     generator = torch.Generator().manual_seed(seed)
     blocks = max(1, elements // 4096)
     scale = torch.exp(torch.randn(blocks, generator=generator)).repeat_interleave(-(-elements // blocks))[:elements]
@@ -158,7 +159,7 @@ def gradients_of(elements: int, count: int = 3, seed: int = 0) -> list[Tensor]:
 
 
 def eager(residual: Tensor, gradient: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """The threshold pipeline as one would write it with torch operations."""
+    """Threshold selection written with torch operations."""
     residual.add_(gradient)
     indices = (residual.abs() >= threshold).nonzero().squeeze(1)
     values = residual[indices]
@@ -176,7 +177,7 @@ def topk(residual: Tensor, gradient: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def sampled(residual: Tensor, gradient: Tensor, k: int, sample: float = 0.01) -> tuple[Tensor, Tensor]:
-    """DGC's hierarchical sampling as it is usually written: the threshold of a sample, and top-k again if it was too low."""
+    """DGC's hierarchical sampling as usually written: the threshold of a sample, and another top-k if it was too low."""
     residual.add_(gradient)
     magnitudes = residual.abs()
     places = torch.randint(len(residual), (max(1, int(len(residual) * sample)),))
@@ -190,7 +191,7 @@ def sampled(residual: Tensor, gradient: Tensor, k: int, sample: float = 0.01) ->
 
 
 def entropy_bits(density: float) -> float:
-    """Bits that a place needs at the least, for each place selected at random with this density."""
+    """Lower bound of the bits per selected place, for random places with this density."""
     if density >= 1.0:
         return 0.0
     return -math.log2(density) - (1 - density) / density * math.log2(1 - density)
@@ -211,7 +212,7 @@ def run(
     progress: Callable[[], None] = lambda: None,
     updates: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Rows as in the result file. `updates` are texts of local updates, whose whole steps are set beside SGD's."""
+    """Rows of the result file. Whole steps of the local updates in `updates` are compared with SGD's."""
     torch.set_num_threads(1)
     gradients = gradients_of(elements)
     k = max(1, round(density * elements))
@@ -219,7 +220,7 @@ def run(
     residuals = {phase: torch.zeros(elements) for phase in ("floor", "eager", "sampled", "topk")}
     plain: dict[str, list[float]] = {phase: [] for phase in residuals}
     runs = [Run(text, count, elements) for text, count in codecs]
-    kernels = [InPlace(count, elements, density) for text, count in codecs if text == f"micro(density={density:g})"]
+    floors = [InPlace(count, elements, density) for text, count in codecs if text == f"micro(density={density:g})"]
     for turn in range(WARM_UP + repetitions):
         keep = turn >= WARM_UP
         gradient = gradients[turn % len(gradients)]
@@ -235,9 +236,9 @@ def run(
             for phase, work in baselines.items()
             if phase == "floor" or slow_ones
         ]
-        parts: list[InPlace | Run] = [*kernels, *runs]
+        parts: list[InPlace | Run] = [*floors, *runs]
         jobs += [partial(part.step, gradients, turn, keep) for part in parts]
-        # In another order every time: what stands behind `topk` finds the caches and the allocator in disorder.
+        # Random order: `topk` disturbs caches and allocator for whatever follows it.
         random.Random(turn).shuffle(jobs)
         for job in jobs:
             job()
@@ -264,7 +265,7 @@ def run(
         }
 
     rows = [row("none", phase, 1, seconds, [], 0) for phase, seconds in plain.items()]
-    for part in kernels:
+    for part in floors:
         rows += [row(f"micro(density={density:g})", p, part.ranks, s, [], 0) for p, s in part.seconds.items()]
     for codec in runs:
         value_bits = {"fp32": 32, "fp16": 16, "bf16": 16}.get(getattr(codec.codec, "values", ""), 0)
@@ -272,7 +273,7 @@ def run(
             bits = codec.bits if phase == "encode" and value_bits else []
             rows.append(row(codec.text, phase, codec.ranks, seconds, bits, value_bits))
     for text in updates:
-        method = updates_of(text)
+        method = parse_updates(text)
         assert method is not None
         ours, theirs, _ = bench_updates.run(elements, method, repetitions)
         rows.append(row("none", "sgd", 1, theirs, [], 0))

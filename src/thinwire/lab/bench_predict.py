@@ -1,7 +1,7 @@
-"""Predicted against measured steps, for random plans: what `thinwire bench predict` measures.
+"""Predicted and measured step times of random plans, for `thinwire bench predict`.
 
-At every rate a job takes a profile of itself, in the emulated cluster in which the plans then run, and nothing of a prediction
-comes from the plans. All plans live in the same processes and take turns, round by round.
+At every rate a job profiles itself in the emulated cluster before the plans run in it, so that predictions do not depend on
+measurements of the plans. All plans run in the same processes and take turns, round by round.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import itertools
 import math
 import random
 import statistics
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +21,12 @@ from ..planner.plan import VERSION, Plan, PlanGroup, PlanTensor
 from ..planner.predict import predict
 from ..planner.profile import Profile
 from .cluster import Cluster
+from .job_stream import Watcher, calibrate, follow, worker
 from .netns import LabError, format_rate, parse_rate
-from .news import follow
 from .workloads import load
 
 DRAWN = 300
-"""Random plans from which those that are run are taken."""
+"""Number of random plans to choose from."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +42,9 @@ class Options:
     budget: float = 40.0
 
 
-@dataclass(frozen=True)
-class Watcher:
-    """Who wants to hear of progress: words for people, and visits that are done."""
-
-    tell: Callable[[str], None] = lambda text: None
-    visits: Callable[[int], None] = lambda count: None
-
-
 @dataclass
 class Phase:
-    """What the job at one rate gave: `seconds` by plan."""
+    """The results of the job at one rate; `seconds` by plan."""
 
     rate: str
     calibrated: bool
@@ -65,7 +56,7 @@ class Phase:
 
 @dataclass
 class Run:
-    """What one cluster gave."""
+    """The results of one cluster."""
 
     options: Options
     phases: list[Phase] = field(default_factory=list)
@@ -75,7 +66,7 @@ class Run:
 
 
 def draw_plan(profile: Profile, generator: random.Random) -> Plan:
-    """Cuts at random places of backward, and a codec for each group out of a few that were drawn before."""
+    """Groups cut at random places, each with a random codec out of a random subset."""
     tensors = profile.tensors
     groups = generator.randint(1, 12)
     total, edges = sum(tensor.elements for tensor in tensors), []
@@ -101,7 +92,7 @@ def draw_plan(profile: Profile, generator: random.Random) -> Plan:
 
 
 def choose_plans(profile: Profile, count: int, seed: int) -> list[Plan]:
-    """Plans whose predictions lie as evenly as possible between the fastest and the slowest."""
+    """Random plans with predictions spread evenly between the fastest and the slowest."""
     generator = random.Random(seed)
     drawn = [draw_plan(profile, generator) for _ in range(max(DRAWN, count))]
     times = [math.log(predict(profile, plan.groups).seconds) for plan in drawn]
@@ -114,7 +105,7 @@ def choose_plans(profile: Profile, count: int, seed: int) -> list[Plan]:
 
 
 def describe(plan: Plan) -> str:
-    """A plan in a few words: its groups by codec."""
+    """One line about a plan: its groups by codec."""
     counts = Counter(group.codec for group in plan.groups)
     return f"{len(plan.groups)} groups: " + ", ".join(f"{count} {codec}" for codec, count in counts.items())
 
@@ -135,10 +126,10 @@ def total_visits(options: Options) -> int:
 
 
 def run(options: Options, watcher: Watcher) -> Run:
-    """A job at every rate, on one cluster."""
+    """Run a job at every rate on one cluster."""
     with Cluster(options.nodes, 1, "none") as cluster:
         if cluster.mode == "loopback":
-            raise LabError(f"predictions are about links, and there are none here: {cluster.why}")
+            raise LabError(f"predictions need shaped links, which are not available here: {cluster.why}")
         outcome = Run(options)
         for rate in options.rates:
             outcome.phases.append(_shape(cluster, rate, watcher))
@@ -147,17 +138,17 @@ def run(options: Options, watcher: Watcher) -> Run:
 
 
 def _run_job(cluster: Cluster, options: Options, phase: Phase, watcher: Watcher) -> None:
-    def hear(item: dict[str, Any]) -> None:
+    def hear(rank: int, item: dict[str, Any]) -> None:
         if "profile" in item:
             phase.profile = msgspec.json.decode(item["profile"], type=Profile)
             watcher.tell(f"profile at {phase.rate} taken")
         elif "plan" in item:
             phase.plans.append(msgspec.json.decode(item["text"], type=Plan))
         elif "warm" in item:
-            watcher.visits(1)
+            watcher.advance(1)
         elif "seconds" in item:
-            phase.seconds.setdefault(item["contestant"], []).extend(item["seconds"])
-            watcher.visits(1)
+            phase.seconds.setdefault(item["run"], []).extend(item["seconds"])
+            watcher.advance(1)
 
     phase.pinned = follow(cluster, _command(options, phase.rate), hear)
 
@@ -173,17 +164,12 @@ def _command(options: Options, rate: str) -> list[str]:
         "--warm-up": options.warm_up,
         "--budget": options.budget,
     }
-    worker = [sys.executable, "-m", "thinwire.lab.predict_worker"]
-    return [*worker, *(str(word) for pair in words.items() for word in pair)]
+    return worker("predict_worker", words)
 
 
 def _shape(cluster: Cluster, rate: str, watcher: Watcher) -> Phase:
     cluster.set_rate(rate)
-    calibration = cluster.calibrate()
-    watcher.tell(str(calibration))
-    if not calibration.good:
-        watcher.tell("the links are not within 15 % of the rate: take times with care")
-    return Phase(format_rate(parse_rate(rate)), calibration.good)
+    return Phase(format_rate(parse_rate(rate)), calibrate(cluster, watcher).good)
 
 
 # -- statistics ------------------------------------------------------------------------------------------------------------
@@ -239,7 +225,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's; 0 where one of them is constant."""
+    """Spearman's rank correlation; 0 if one of the sequences is constant."""
     a, b = _ranks(first), _ranks(second)
     if len(a) < 2 or len(set(a)) == 1 or len(set(b)) == 1:
         return 0.0
@@ -247,6 +233,6 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Places in ascending order, ties in the middle of theirs."""
+    """Ranks in ascending order; ties get their mean rank."""
     ordered = sorted(values)
     return [statistics.mean(place for place, other in enumerate(ordered) if other == value) for value in values]

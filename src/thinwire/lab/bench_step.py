@@ -1,7 +1,7 @@
-"""Training steps of every method over the same emulated cluster: what `thinwire bench step` measures.
+"""Step times of all methods on the same emulated cluster, for `thinwire bench step`.
 
-All methods live in the same processes and take turns, round by round, so that a noisy moment meets all alike. A step is
-forward, backward and optimizer; the slowest rank counts. Bytes are what the interfaces of the nodes counted.
+All methods run in the same processes and take turns, round by round, so that noise affects all alike. A step is forward,
+backward and optimizer; the slowest rank counts. Bytes are read from the interface counters of the nodes.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..chains.chain import choose
 from ..errors import ThinwireError
+from . import workloads
 from .cluster import Cluster
-from .methods import EXAMPLE, updates_of
+from .job_stream import Watcher, calibrate, follow, worker
+from .method_spec import EXAMPLE, parse_updates
 from .netns import LabError, format_rate, parse_rate
-from .news import follow
 from .plots import figure
 
-PACKET_OVERHEAD = 66  # Ethernet 14, IPv4 20, TCP 20 with its time stamps 12
+PACKET_OVERHEAD = 66  # Ethernet 14, IPv4 20, TCP 20, TCP timestamps 12
 CEILING, BASE, SILENT, AUTO = "none", "fp32", "noop", "auto"
 PEER_NAMES = ("noop", "fp16", "bf16", "powersgd1", "powersgd4", "int8-hook", "topk-hook")
 
@@ -59,14 +60,14 @@ class Options:
     warm_up: int = 60
     bucket_mb: float | None = None
     bucket_view: bool = True
-    """DDP hands its buckets out as gradients: one copy less for every method."""
+    """Gradients are views of DDP's buckets, which saves a copy."""
     momentum: float = 0.0
-    """Of the SGD that every method steps with."""
+    """Momentum of the SGD optimizer of every method."""
 
 
 @dataclass
 class Visit:
-    """What one visit to a method found; see `step_worker.Judge.visit`."""
+    """The measurements of a visit to a method; see `step_worker.Visitor.visit`."""
 
     round: int
     seconds: list[float]
@@ -88,31 +89,23 @@ class Phase:
     calibrated: bool
     visits: dict[str, list[Visit]] = field(default_factory=dict)
     explained: dict[str, str] = field(default_factory=dict)
-    """What methods that decide by themselves say about it."""
+    """Explanations of methods that choose their codec themselves."""
 
 
 @dataclass
 class Run:
-    """What one cluster gave."""
+    """The results of one cluster."""
 
     nodes: int
     pinned: bool
     counted: bool
-    """Whether the nodes have interfaces of their own, whose counters mean something."""
+    """Whether every node has its own network interface, with meaningful counters."""
     peak_memory_bytes: int = 0
     phases: list[Phase] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Watcher:
-    """Who wants to hear of progress: words for people, and visits that are done."""
-
-    tell: Callable[[str], None] = lambda text: None
-    visits: Callable[[int], None] = lambda count: None
-
-
 def split(text: str) -> list[str]:
-    """A list with commas, of which those inside brackets belong to a codec."""
+    """Split at commas outside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
@@ -124,22 +117,19 @@ def split(text: str) -> list[str]:
 
 
 def name_and_size(method: str) -> tuple[str, str]:
-    """What stands before and behind the `@` at its end. Inside a chain there may be others."""
+    """The parts before and after the last `@`; chains may contain others (`comp@cpu`)."""
     name, _, size = method.rpartition("@")
     return (name, size) if name and not size.startswith("cpu") else (method, "")
 
 
 def sizes_of(text: str) -> list[float]:
-    """Of DDP's buckets, in MB, in the order in which they become ready; the last holds for all further ones."""
+    """Sizes of DDP's buckets in MB, in the order in which they become ready; the last applies to all further ones."""
     return [float(size) for size in text.split("/")]
 
 
 def check(options: Options) -> None:
-    """Refuse what no worker could run, before there is a cluster."""
-    from ..schemes.chain import choose
-    from .workloads import check as check_workload
-
-    check_workload(options.workload)
+    """Raise `LabError` for options that no worker could run, before a cluster is created."""
+    workloads.check(options.workload)
     for rate in options.rates:
         parse_rate(rate)
     if len(set(options.methods)) != len(options.methods):
@@ -154,7 +144,7 @@ def check(options: Options) -> None:
                 f"{method!r}: what follows the @ is the size of DDP's buckets in MB, as in 'fp32@4', or that of each in turn, "
                 "as in 'fp32@1/25/8'"
             ) from None
-        if name not in (CEILING, BASE, AUTO, *PEER_NAMES) and updates_of(name) is None:
+        if name not in (CEILING, BASE, AUTO, *PEER_NAMES) and parse_updates(name) is None:
             try:
                 choose(name)
             except ThinwireError as error:
@@ -183,15 +173,15 @@ def run(nodes: int, options: Options, watcher: Watcher) -> Run:
 
 
 def _run_job(cluster: Cluster, options: Options, outcome: Run, watcher: Watcher) -> None:
-    """All methods at the present rate."""
+    """Run all methods at the current rate."""
     phase = outcome.phases[-1]
 
-    def hear(item: dict[str, Any]) -> None:
+    def hear(rank: int, item: dict[str, Any]) -> None:
         if "warm" in item:
-            watcher.visits(1)
+            watcher.advance(1)
         elif "seconds" in item:
             phase.visits.setdefault(options.methods[item.pop("method")], []).append(Visit(**item))
-            watcher.visits(1)
+            watcher.advance(1)
         elif "explained" in item:
             phase.explained[options.methods[item["method"]]] = item["explained"]
         elif "peak_memory_bytes" in item:
@@ -201,7 +191,7 @@ def _run_job(cluster: Cluster, options: Options, outcome: Run, watcher: Watcher)
 
 
 def _command(options: Options) -> list[str]:
-    words = {
+    words: dict[str, object] = {
         "--workload": options.workload,
         "--methods": json.dumps(options.methods),
         "--rounds": options.rounds,
@@ -211,19 +201,14 @@ def _command(options: Options) -> list[str]:
     }
     if options.bucket_mb is not None:
         words["--bucket-mb"] = options.bucket_mb
-    view = [] if options.bucket_view else ["--no-bucket-view"]
-    worker = [sys.executable, "-m", "thinwire.lab.step_worker", *view]
-    return [*worker, *(str(word) for pair in words.items() for word in pair)]
+    return [*worker("step_worker", words), *([] if options.bucket_view else ["--no-bucket-view"])]
 
 
 def _shape(cluster: Cluster, rate: str, watcher: Watcher) -> Phase:
     if cluster.mode == "loopback":
         return Phase(cluster.nodes, rate, None, False)
     cluster.set_rate(rate)
-    calibration = cluster.calibrate()
-    watcher.tell(f"{cluster.nodes} nodes, {calibration}")
-    if not calibration.good:
-        watcher.tell("the links are not within 15 % of the rate: take times with care")
+    calibration = calibrate(cluster, watcher)
     return Phase(cluster.nodes, format_rate(parse_rate(rate)), calibration.measured, calibration.good)
 
 
@@ -231,7 +216,7 @@ def _shape(cluster: Cluster, rate: str, watcher: Watcher) -> Phase:
 
 
 def rows(run: Run, options: Options) -> list[dict[str, Any]]:
-    """One flat row for each rate and method, in the order given."""
+    """One flat row per rate and method, in the order given."""
     return [
         _row(run, phase, method, options)
         for phase in run.phases
@@ -280,19 +265,19 @@ def _row(run: Run, phase: Phase, method: str, options: Options) -> dict[str, Any
 
 
 def _median(visits: Sequence[Visit]) -> float:
-    """Of all steps; 0 if there are none."""
+    """Median of all steps; 0 if there are none."""
     seconds = [value for visit in visits for value in visit.seconds]
     return statistics.median(seconds) if seconds else 0.0
 
 
 def _each_step(visits: Sequence[Visit], name: str, options: Options) -> float:
-    """The mean over visits of a number that a node counted, by step. A mean, because messages change their size."""
+    """Mean per step of a node's counter. Not the median, because message sizes vary."""
     values = [getattr(visit, name) / options.steps_per_round for visit in visits]
     return statistics.mean(values) if values else 0.0
 
 
 def _payload(visits: Sequence[Visit], silent: Sequence[Visit], options: Options) -> float | None:
-    """Bytes of gradients that a rank sent a step: without headers of packets, less what a hook that sends nothing sends."""
+    """Gradient bytes per rank and step: without packet headers and without the traffic of a hook that sends nothing."""
     if not silent:
         return None
     total = 0.0
@@ -303,7 +288,7 @@ def _payload(visits: Sequence[Visit], silent: Sequence[Visit], options: Options)
 
 
 def _handed_over(visits: Sequence[Visit]) -> tuple[float | None, float | None]:
-    """Bytes that a rank handed to collectives a step, and what these should put on the wire; see `Collective.traffic`."""
+    """Bytes per step passed to collectives by a rank, and their expected traffic; see `Collective.traffic`."""
     steps = sum(visit.wire_steps for visit in visits)
     if not steps:
         return None, None
@@ -311,7 +296,7 @@ def _handed_over(visits: Sequence[Visit]) -> tuple[float | None, float | None]:
 
 
 def interval(rounds: Sequence[Sequence[float]], samples: int = 2000, seed: int = 0) -> tuple[float, float]:
-    """Where the median lies, with 95 %: bootstrap over rounds, because steps of one visit are alike."""
+    """95 % confidence interval of the median: bootstrap over rounds, since steps of a visit are correlated."""
     generator = random.Random(seed)
     medians = []
     for _ in range(samples):
@@ -324,7 +309,7 @@ def interval(rounds: Sequence[Sequence[float]], samples: int = 2000, seed: int =
 def ratio_interval(
     visits: Sequence[Visit], others: Sequence[Visit], samples: int = 2000, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Where the ratio of two medians lies, with 95 %: bootstrap over rounds, of which each has both, side by side."""
+    """95 % confidence interval of the ratio of two medians: paired bootstrap over rounds."""
     first, second = ({visit.round: visit.seconds for visit in each} for each in (visits, others))
     common = sorted(first.keys() & second.keys())
     if not common:
@@ -341,7 +326,7 @@ def ratio_interval(
 
 
 def plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Step time over rate, one line a method."""
+    """Step time over rate, one line per method."""
     rates = sorted({row["rate"] for row in rows}, key=lambda rate: parse_rate(rate) or float("inf"))
     with figure(path, 9, 5.5) as drawn:
         axes = drawn.subplots()
@@ -349,5 +334,5 @@ def plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             points = {row["rate"]: row["seconds"] for row in rows if row["method"] == method}
             axes.plot([rates.index(rate) for rate in points], list(points.values()), marker="o", label=method)
         axes.set_xticks(range(len(rates)), rates)
-        axes.set(xlabel="rate of the links", ylabel="seconds a step", yscale="log")
+        axes.set(xlabel="rate of the links", ylabel="seconds per step", yscale="log")
         axes.legend(fontsize="small", ncols=2)

@@ -1,4 +1,4 @@
-"""A whole step of local updates without the wire, beside torch's own SGD on as many parameters, in one run on one core."""
+"""A whole step of local updates without communication, compared with torch's SGD in one run on one core."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..frontends.updates import LocalUpdates
-from ..schemes.world import LocalWorld
-from .methods import Updates
+from ..comm.world import LocalWorld
+from ..updates import LocalUpdates
+from .method_spec import UpdatesSpec
 
 TENSORS = 20
 WARM_UP = 3
 
 
 class Layers(nn.Module):
-    """As many parameters as asked for, with gradients, in tensors of equal size."""
+    """`elements` parameters with gradients, in tensors of equal size."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class Layers(nn.Module):
             parameter.grad = torch.randn(size, generator=generator)
 
 
-def run(elements: int, updates: Updates, repetitions: int) -> tuple[list[float], list[float], float]:
-    """Seconds of `LocalUpdates.step()` and of `torch.optim.SGD.step()`, in turn, and the bytes that a step hands over."""
+def run(elements: int, updates: UpdatesSpec, repetitions: int) -> tuple[list[float], list[float], float]:
+    """Seconds of `LocalUpdates.step()` and of `torch.optim.SGD.step()`, in turn, and the bytes per step of the former."""
     torch.set_num_threads(1)
     ours, theirs = Layers(elements), Layers(elements)
     inner = torch.optim.SGD(ours.parameters(), lr=1e-3, momentum=0.9)

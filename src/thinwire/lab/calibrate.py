@@ -1,7 +1,7 @@
-"""Does a link have the rate it should? Real TCP transfers between two nodes say so.
+"""Measures the rate of emulated links with TCP transfers between two nodes.
 
-Small transfers find a burst that is too large (they pass faster than the rate), large ones a link that the machine
-cannot keep busy (they pass slower). The rate counts whole frames: what arrives is at best 1448 / 1514 = 0.956 of it.
+Small transfers detect bursts that are too large (faster than the rate), large ones a machine that cannot keep the link busy
+(slower). The rate counts whole frames: the payload is at most 1448 / 1514 = 0.956 of it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .netns import LabError, format_rate
 
 SIZES = (64 << 10, 256 << 10, 4 << 20)
 TOLERANCE = 0.15
-LONGEST_SECONDS = 1.5  # a transfer that would take longer is left out, except for the smallest
-SLOWEST_DUPLEX = 5_000_000  # below, TCP needs longer than a second to fill both directions, on any network
+LONGEST_SECONDS = 1.5  # longer transfers are omitted, except for the smallest size
+SLOWEST_DUPLEX = 5_000_000  # below this rate, TCP needs more than a second to fill both directions
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The median of a few transfers of one size, from node to node or both ways at once."""
+    """The median of several transfers of one size, one way or both ways at once."""
 
     bytes: int
     duplex: bool
@@ -42,12 +42,12 @@ class Calibration:
 
     @property
     def good(self) -> bool:
-        """Whether every transfer came within 15 % of the rate. Results of a run where it is false are to be marked."""
+        """Whether all transfers were within 15 % of the rate. Results are marked if not."""
         return all(transfer.good for transfer in self.transfers)
 
     @property
     def measured(self) -> float | None:
-        """Bits a second of the largest one-way transfer: the rate that the link really has."""
+        """Actual rate in bits per second: that of the largest one-way transfer."""
         one_way = [transfer for transfer in self.transfers if not transfer.duplex]
         return one_way[-1].bits_per_second if one_way else None
 
@@ -67,7 +67,7 @@ class Calibration:
 
 
 def rounds(rate: int | None) -> list[tuple[int, bool, int]]:
-    """(bytes, duplex, repeats) of each round; for slow links those that do not take minutes."""
+    """(bytes, duplex, repeats) of each round; slow links get fewer."""
 
     def expected(size: int) -> float:
         return 0.0 if rate is None else size * 8 / rate
@@ -79,7 +79,7 @@ def rounds(rate: int | None) -> list[tuple[int, bool, int]]:
     plan = [(size, False, repeats(size)) for size in sizes]
     if rate is not None and rate < SLOWEST_DUPLEX:
         return plan
-    # Both ways, acknowledgements queue behind data: it takes a while until a slow link is busy.
+    # With traffic both ways, acknowledgements queue behind data, and slow links fill slowly.
     both = sizes[-1] if rate is None else min(SIZES[-1], max(SIZES[0], int(rate / 8)))
     return [*plan, (both, True, repeats(both))]
 
@@ -87,7 +87,7 @@ def rounds(rate: int | None) -> list[tuple[int, bool, int]]:
 def calibrate(
     rate: int | None, address: str, port: int, start: Callable[[str, list[str], bool], Rank], shaped: bool
 ) -> Calibration:
-    """Measures; `start(name, command, listens)` says how a probe is started on its node."""
+    """Measure a link; `start(name, command, listens)` starts a probe on its node."""
     plan = rounds(rate)
     probe = [sys.executable, "-I", "-S", str(Path(__file__).with_name("probe.py"))]
     ends = [
@@ -98,9 +98,16 @@ def calibrate(
     if result.code:
         said = " / ".join(line for lines in result.lines for line in lines[-2:])
         raise LabError(f"calibration failed with code {result.code}: {said or 'no answer in 120 s'}")
+    return judged(rate, plan, [json.loads(line) for line in result.lines[1]], shaped)
+
+
+def judged(
+    rate: int | None, plan: list[tuple[int, bool, int]], measured: list[list[float]], shaped: bool
+) -> Calibration:
+    """What the seconds of each round's transfers say of a link that should have this rate."""
     transfers = []
-    for (size, both, _), line in zip(plan, result.lines[1], strict=True):
-        seconds = statistics.median(json.loads(line))
+    for (size, both, _), times in zip(plan, measured, strict=True):
+        seconds = statistics.median(times)
         bits = size * 8 / seconds
         ratio = None if rate is None else bits / rate
         good = ratio is None or (shaped and abs(ratio - 1) <= TOLERANCE)

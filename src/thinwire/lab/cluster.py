@@ -1,4 +1,4 @@
-"""An emulated cluster on this machine: nodes with links of a chosen rate between them, and jobs that run on it."""
+"""An emulated cluster on this machine: nodes joined by links of a chosen rate, and jobs that run on them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Cluster:
             print(cluster.calibrate())
             result = cluster.run(["python", "train.py"])
 
-    Needs root or user namespaces. Where neither is allowed `mode` is "loopback", `shaped` is False and `why` says what
-    was missing: jobs run, but their times say nothing about the rate. Everything is gone after `down`, at the end of
-    the `with` block, at the end of the program, and after Ctrl-C, SIGTERM and SIGHUP, which raise in the main thread
-    while a cluster is up. What remains of a program that was killed `thinwire lab down --all` removes.
+    Needs root or user namespaces. Without either, `mode` is "loopback", `shaped` is False and `why` gives the reason: jobs
+    run, but their times do not reflect the rate. Everything is removed by `down`, at the end of the `with` block, at the end
+    of the program, and after Ctrl-C, SIGTERM and SIGHUP, which raise in the main thread while a cluster is up. Leftovers of a
+    killed program are removed by `thinwire lab down --all`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Cluster:
         self.id = ""
         self.mode: Mode = mode or "loopback"
         self.shaped = False
-        self.why = ""  # if it is not what was asked for: what stood in the way
+        self.why = ""  # the reason if the cluster differs from the request
         self._wanted_mode = mode
         self._about = dict(about or {})
         self._process = 0
@@ -91,7 +91,7 @@ class Cluster:
         return self
 
     def down(self) -> None:
-        """Ends all jobs and removes everything. Does nothing if that has been done, or in a forked child."""
+        """Stop all jobs and remove everything. Does nothing when called again or in a forked child."""
         if not self.id or self._process != os.getpid():
             return
         try:
@@ -101,7 +101,7 @@ class Cluster:
                 self._jobs.clear()
                 end_processes(self.id, self._network.nodes if self._network and self.mode == "root" else [])
                 self._dismantle()
-                # Last: if something above fails, `lab down --all` still knows where to look.
+                # Last: if something above fails, `lab down --all` can still find the rest.
                 if self._record is not None:
                     self._record.remove()
                     self._record = None
@@ -128,14 +128,14 @@ class Cluster:
                     self._build_network(mode)
                 break
             except LabError as error:
-                with contextlib.suppress(LabError):  # without `ip` there is nothing to take down, nor a way to
+                with contextlib.suppress(LabError):  # without `ip` nothing was created
                     self._dismantle()
                 self._network = None
                 if self._wanted_mode is not None:
                     raise
                 reasons.append(f"as {mode}: {error}")
         if self.mode == "loopback":
-            self.why = "; ".join(reasons) or "asked for"
+            self.why = "; ".join(reasons) or "requested"
             log.warning("no network namespaces (%s): jobs run unshaped over loopback, not at %s", self.why, self.rate)
             return
         try:
@@ -162,12 +162,12 @@ class Cluster:
 
     @property
     def rate(self) -> str:
-        """The rate of all links as text, or a list of them if they differ."""
+        """The rate of all links as text; a list if they differ."""
         different = sorted(set(map(format_rate, self.rates)))
         return ", ".join(different)
 
     def set_rate(self, rate: str | None, node: int | None = None) -> None:
-        """Changes the rate of one link, or of all, also while a job runs. Connections stay."""
+        """Change the rate of one or all links, also while a job runs. Connections stay open."""
         bits = parse_rate(rate)
         nodes = range(self.nodes) if node is None else [self._check(node)]
         self._needed("set_rate")
@@ -181,19 +181,19 @@ class Cluster:
         self.shaped = any(rate is not None for rate in self.rates)
 
     def cut(self, node: int) -> None:
-        """Pulls the cable of a node: what it sends and what is sent to it is lost."""
+        """Unplug a node: all its traffic is lost."""
         self._needed("cut").cable(self._check(node), plugged=False)
 
     def join(self, node: int) -> None:
-        """Puts the cable back. Connections that were not given up go on when TCP tries again."""
+        """Plug a node in again. Connections that have not timed out continue when TCP retransmits."""
         self._needed("join").cable(self._check(node), plugged=True)
 
     def counters(self) -> list[Counters]:
-        """What each node has sent and received since `up`, its own loopback apart. Empty without namespaces."""
+        """Traffic of each node since `up`, without loopback. Empty without namespaces."""
         return self._network.counters() if self._network is not None else []
 
     def calibrate(self, sender: int = 0, receiver: int = 1) -> Calibration:
-        """Measures the link between two nodes with real transfers, one way and both ways."""
+        """Measure the link between two nodes with TCP transfers, one way and both ways."""
         self._up()
         if self.nodes == 1:
             return Calibration(self.rates[0], [])
@@ -212,7 +212,7 @@ class Cluster:
         return Network.address(self._check(node)) if self._network is not None else "127.0.0.1"
 
     def enter(self, node: int) -> list[str]:
-        """The words that, put before a command, run it on that node."""
+        """The prefix that makes a command run on a node."""
         self._up()
         return self._inside(self._check(node))
 
@@ -238,10 +238,10 @@ class Cluster:
         on_line: OnLine | None = None,
         directory: str | None = None,
     ) -> Job:
-        """Starts `command` once for every rank, with the environment that torchrun would give it, and returns.
+        """Start `command` on every rank, with the environment variables that torchrun sets, and return at once.
 
-        Output is printed with the rank before each line, or handed to `on_line(rank, line)`, in another thread. `pin`
-        gives every rank a core, or every node one, if there are enough; `Result.pinned` says whether there were.
+        Output lines are printed with the rank as prefix, or passed to `on_line(rank, line)`, in another thread. `pin` assigns
+        a core per rank, or per node, if there are enough; `Result.pinned` tells whether there were.
         """
         self._up()
         if not command:
@@ -285,7 +285,7 @@ class Cluster:
         on_line: OnLine | None = None,
         directory: str | None = None,
     ) -> Result:
-        """Runs `command` to its end on every rank. The first that fails ends the others; its code is the result's."""
+        """Run `command` on every rank to its end. The first rank that fails ends the others; its exit code is the result's."""
         job = self.start(command, env, pin=pin, on_line=on_line, directory=directory)
         try:
             return job.wait(timeout)
@@ -300,7 +300,7 @@ class Cluster:
 
     def _port(self) -> int:
         if self._network is not None:
-            # Nobody else is in the namespaces; the next job must not wait for the sockets of the last.
+            # Ports in namespaces are free; consecutive jobs use different ones because of sockets in TIME_WAIT.
             self._ports_used += 1
             return FIRST_PORT + self._ports_used % 1000
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -318,12 +318,12 @@ class Cluster:
     def _needed(self, what: str) -> Network:
         self._up()
         if self._network is None:
-            raise LabError(f"{what} needs network namespaces, which there are none of here: {self.why}")
+            raise LabError(f"{what} needs network namespaces, which are not available here: {self.why}")
         return self._network
 
 
 def _cores() -> list[int]:
-    """The cores this process may use, hyperthreads of a core that is in the list already last."""
+    """The cores this process may use; second hyperthreads come last."""
     seen: set[str] = set()
     first: list[int] = []
     second: list[int] = []

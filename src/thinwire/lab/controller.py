@@ -1,14 +1,12 @@
-"""How well MiCRO holds its target on a real model: `python -m thinwire.lab.controller --data mnist.npz`.
+"""Accuracy of MiCRO's threshold controller on a real model: `python -m thinwire.lab.controller --data mnist.npz`.
 
-A small CNN learns MNIST on four ranks in one process, with the very codec of real jobs. K is what all ranks together
-selected in a step, k the target, M the most that one rank sent, n the number of ranks. Without `--data` the digits are
-generated patterns.
+A small CNN is trained on MNIST by four ranks in one process. K is the number of elements selected by all ranks in a step, k
+the target, M the most that a rank sent, n the number of ranks. Without `--data`, images are generated patterns.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from torch import Tensor, nn
 
 from ..codecs import parse
 from ..codecs.micro import MicroState
+from ..comm.world import LocalWorld
 from ..engine.exchange import Exchange
-from ..schemes.world import LocalWorld
 from .results import result, write
 
 CODECS = (
@@ -31,7 +29,6 @@ CODECS = (
     "micro(controller='fixed', balance=False)",
     "micro(controller='paper_code', balance=False)",
 )
-Draw = Callable[[torch.Generator], tuple[Tensor, Tensor]]
 
 
 def model() -> nn.Module:
@@ -44,44 +41,36 @@ def model() -> nn.Module:
         )  # fmt: skip
 
 
-def digits(path: Path | None, batch_size: int) -> Draw:
-    """Batches of 28x28 images and their classes, from an .npz with `x_train` and `y_train`, or made."""
-    if path is None:
-        patterns = torch.randn(10, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-
-        def make(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-            classes = torch.randint(10, (batch_size,), generator=generator)
-            return patterns[classes] + torch.randn(batch_size, 1, 28, 28, generator=generator), classes
-
-        return make
-    data = np.load(path)
-    images = (torch.from_numpy(data["x_train"]).float()[:, None] / 255 - 0.1307) / 0.3081
-    labels = torch.from_numpy(data["y_train"]).long()
-
-    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        places = torch.randint(len(images), (batch_size,), generator=generator)
-        return images[places], labels[places]
-
-    return draw
+def digits(path: Path | None) -> tuple[Tensor, Tensor]:
+    """28x28 images and their classes, from an .npz with `x_train` and `y_train`, or generated."""
+    if path is not None:
+        data = np.load(path)
+        images = (torch.from_numpy(data["x_train"]).float()[:, None] / 255 - 0.1307) / 0.3081
+        return images, torch.from_numpy(data["y_train"]).long()
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(10, (8192,), generator=generator)
+    patterns = torch.randn(10, 1, 28, 28, generator=generator)
+    return patterns[labels] + torch.randn(8192, 1, 28, 28, generator=generator), labels
 
 
-def follow(text: str, draw: Draw, ranks: int = 4, steps: int = 500, name: str = "") -> dict[str, Any]:
-    """One row: what the codec selected over `steps` steps of training."""
+def follow(text: str, images: Tensor, labels: Tensor, batch_size: int, ranks: int, steps: int) -> dict[str, Any]:
+    """Train for `steps` steps; one row with the selection of the codec."""
     net = model()
     parameters = dict(net.named_parameters())
     exchange = Exchange(parameters, parse(text), LocalWorld(ranks), min_elements=200)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
-    assert exchange.runner is not None
-    runs = [run for run in exchange.runner.members[0].groups if isinstance(run.state, MicroState)]
+    assert exchange.executor is not None
+    drivers = [run.driver for run in exchange.executor.rank_states[0].groups if run.driver is not None]
+    runs = [driver for driver in drivers if isinstance(driver.state, MicroState)]
     target = sum(int(0.01 * sum(parameter.elements for parameter in run.info.parameters)) for run in runs)
     seen: list[tuple[float, float, bool, float]] = []
-    for _ in track(range(steps), description=name or text, transient=True):
+    for _ in track(range(steps), description=text, transient=True):
         gradients = []
         for _ in range(ranks):
-            images, labels = draw(generator)
+            places = torch.randint(len(images), (batch_size,), generator=generator)
             net.zero_grad()
-            loss = nn.functional.cross_entropy(net(images), labels)
+            loss = nn.functional.cross_entropy(net(images[places]), labels[places])
             loss.backward()  # type: ignore[no-untyped-call]
             gradients.append({key: value.grad.clone() for key, value in parameters.items() if value.grad is not None})
         room = [run.capacity.value if run.capacity else 0 for run in runs]
@@ -115,12 +104,12 @@ def main() -> None:
     parser.add_argument("--codecs", nargs="+", default=list(CODECS))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch-size", type=int, default=32, help="of a rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="per rank")
     parser.add_argument("--json", type=Path, dest="json_file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    draw = digits(options.data, options.batch_size)
-    rows = [follow(text, draw, options.ranks, options.steps) for text in options.codecs]
+    data = digits(options.data)
+    rows = [follow(text, *data, options.batch_size, options.ranks, options.steps) for text in options.codecs]
     table = Table("codec", "K/k 10-100", "K/k from 100 on", "in 0.67-1.5", "overflow from 50 on", "n M/K", "last loss")
     for row in rows:
         numbers = ("ratio_10_100", "ratio_100_500", "in_range", "overflow", "imbalance", "loss")

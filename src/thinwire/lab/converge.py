@@ -1,7 +1,7 @@
-"""The same training with many methods, on ranks in memory: what `thinwire bench converge` runs.
+"""Trains the same task with several methods on ranks in memory, for `thinwire bench converge`.
 
-Every run is a file of its own in the results directory. A run that was killed goes on from its last checkpoint, one that
-is complete is not repeated; several processes may work on the same directory.
+Every run is one file in the results directory. Interrupted runs resume from their last checkpoint, complete ones are not
+repeated; several processes may share a directory.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..schemes.world import LocalWorld
-from . import contest
-from .contest import REFERENCE, Exceptions, Gradients, Method
+from ..comm.world import LocalWorld
+from . import trainers
+from .job_stream import Watcher
 from .netns import LabError
 from .tasks import Task, load
+from .trainers import REFERENCE, Exclusions, GradientTrainer, Method
 
 TRACE_POINTS = 60
 FORMAT = 1
 
 
 class Unfinished(LabError):
-    """The time that was given is over; what was done is saved."""
+    """The time limit was reached; progress is saved."""
 
 
 @dataclass(frozen=True)
@@ -46,30 +47,22 @@ class Options:
     seeds: int = 3
     evaluations: int = 6
     recipe: dict[str, Any] = field(default_factory=dict)
-    exceptions: Exceptions = field(default_factory=Exceptions)
+    exceptions: Exclusions = field(default_factory=Exclusions)
     save_seconds: float = 20.0
     end: float = math.inf
-    """When to stop, by `time.monotonic`."""
-
-
-@dataclass(frozen=True)
-class Watcher:
-    """Who wants to hear of progress: words for people, and steps that are done."""
-
-    tell: Callable[[str], None] = lambda text: None
-    steps: Callable[[int], None] = lambda count: None
+    """Time to stop, by `time.monotonic`."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a run is: whatever would change its result."""
+    """Everything that determines the result of a run."""
 
     task: Task
     method: Method
     workers: int
     seed: int
     evaluations: int
-    exceptions: Exceptions
+    exceptions: Exclusions
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -93,7 +86,7 @@ class Spec:
 
 
 def specs(options: Options) -> list[Spec]:
-    """All runs that are asked for, seed by seed. Refuses what could not be run, before the first one."""
+    """The requested runs, seed by seed. Raises `LabError` for invalid ones before the first run."""
     methods = [Method.parse(text) for text in options.methods]
     texts = [method.text for method in methods]
     if not texts:
@@ -101,7 +94,7 @@ def specs(options: Options) -> list[Spec]:
     if len(set(texts)) != len(texts):
         raise LabError("a method is given twice")
     if options.seeds < 1 or options.workers < 1 or options.evaluations < 1:
-        raise LabError("workers, seeds and evaluations are numbers from 1 on")
+        raise LabError("workers, seeds and evaluations must be at least 1")
     task = load(options.workload, options.data, **options.recipe)
     recipe = task.recipe
     if recipe.batch % options.workers:
@@ -109,7 +102,7 @@ def specs(options: Options) -> list[Spec]:
     for method in methods:
         if method.momentum and (recipe.optimizer != "sgd" or method.updates is not None):
             raise LabError(
-                f"{method.text!r} brings momentum, which takes the place of SGD's: not for {recipe.optimizer}"
+                f"{method.text!r} applies momentum instead of SGD, which does not work with {recipe.optimizer}"
             )
     return [
         Spec(task, method, options.workers, seed, options.evaluations, options.exceptions)
@@ -119,7 +112,7 @@ def specs(options: Options) -> list[Spec]:
 
 
 def run(options: Options, watcher: Watcher, todo: Sequence[Spec] | None = None) -> list[dict[str, Any]]:
-    """The results of all runs of `specs`, in that order; those that another process works on are left out."""
+    """The results of all runs of `specs`, in that order, without runs that another process works on."""
     todo = specs(options) if todo is None else todo
     options.results.mkdir(parents=True, exist_ok=True)
     outcomes = []
@@ -132,14 +125,14 @@ def run(options: Options, watcher: Watcher, todo: Sequence[Spec] | None = None) 
             elif outcome is None:
                 watcher.tell(f"{spec.name}: another process works on it")
             else:
-                watcher.steps(spec.task.recipe.steps)
+                watcher.advance(spec.task.recipe.steps)
         if outcome is not None:
             outcomes.append(outcome)
     return outcomes
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """The result of a run, if it is complete."""
+    """The result of a run, or None if it is not complete."""
     try:
         content = json.loads(path.read_text())
         return dict(content) if content["row"] and content["spec"] else None
@@ -151,7 +144,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _claim(path: Path) -> Iterator[bool]:
-    """Whether this process is the one that works on a run. The kernel gives it free when the process ends, however it does."""
+    """Lock a run; False if another process holds it. The kernel releases the lock when the process ends."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,32 +162,32 @@ def _train(spec: Spec, path: Path, save_seconds: float, end: float, watcher: Wat
     record = Record(spec, path)
     resumed = record.resume()
     if resumed:
-        watcher.tell(f"{spec.name}: goes on after step {resumed}")
-    watcher.steps(resumed)
+        watcher.tell(f"{spec.name}: resumes after step {resumed}")
+    watcher.advance(resumed)
     saved = time.monotonic()
     while not record.finished:
         if time.monotonic() > end:
             record.save()
             raise Unfinished(
-                f"the time is over at step {record.contestant.done} of {spec.name}: the same command goes on"
+                f"time limit reached at step {record.trainer.done} of {spec.name}: repeat the command to continue"
             )
         record.step()
-        watcher.steps(1)
+        watcher.advance(1)
         if time.monotonic() - saved > save_seconds:
             record.save()
             saved = time.monotonic()
-    watcher.steps(spec.task.recipe.steps - record.contestant.done)
+    watcher.advance(spec.task.recipe.steps - record.trainer.done)
     return record.finish()
 
 
 class Record:
-    """A run under way, and what it has shown so far."""
+    """A run in progress and its results so far."""
 
     def __init__(self, spec: Spec, path: Path) -> None:
         self.spec, self.path = spec, path
         self.checkpoint = path.with_suffix(".checkpoint")
         world = LocalWorld(spec.workers)
-        self.contestant = contest.make(spec.task, spec.method, spec.seed, spec.workers, world, spec.exceptions)
+        self.trainer = trainers.make(spec.task, spec.method, spec.seed, spec.workers, world, spec.exceptions)
         self.trace: list[dict[str, float | None]] = []
         self.curve: list[dict[str, float | None]] = []
         self.losses: list[float] = []
@@ -205,40 +198,40 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        return self.diverged or self.contestant.done >= self.spec.task.recipe.steps
+        return self.diverged or self.trainer.done >= self.spec.task.recipe.steps
 
     def step(self) -> None:
-        contestant, steps = self.contestant, self.spec.task.recipe.steps
+        trainer, steps = self.trainer, self.spec.task.recipe.steps
         begun = time.perf_counter()
-        loss = contestant.step()
+        loss = trainer.step()
         self.seconds += time.perf_counter() - begun
         self.losses.append(loss)
-        done = contestant.done
-        # A loss that is not a number stays so: the rest of the run would show nothing.
+        done = trainer.done
+        # The loss will not become finite again, so the run ends here.
         self.diverged = not math.isfinite(loss)
         if _falls_on(done, steps, min(TRACE_POINTS, steps)) or self.diverged:
-            if isinstance(contestant, Gradients):
-                contestant.look()
-            self.trace.append({"step": done, "loss": _mean(self.losses), "support": contestant.support, **self._now()})
+            if isinstance(trainer, GradientTrainer):
+                trainer.look()
+            self.trace.append({"step": done, "loss": _mean(self.losses), "support": trainer.support, **self._now()})
             self.losses = []
         if _falls_on(done, steps, min(self.spec.evaluations, steps)) or self.diverged:
-            numbers = contestant.evaluate()
+            numbers = trainer.evaluate()
             self.curve.append({"step": done, **{key: _finite(value) for key, value in numbers.items()}, **self._now()})
 
     def _now(self) -> dict[str, float | None]:
-        numbers = self.contestant.numbers()
+        numbers = self.trainer.numbers()
         for key, value in self._earlier.items():
             numbers[key] += value
         return {**{key: _finite(value) for key, value in numbers.items()}, "seconds": _finite(self.seconds)}
 
     def _groups(self) -> dict[str, float]:
-        now = self.contestant.bytes_by_group()
+        now = self.trainer.bytes_by_group()
         return {name: size + self._earlier_groups.get(name, 0.0) for name, size in now.items()}
 
     def save(self) -> None:
         content = {
-            "state": self.contestant.state(),
-            "done": self.contestant.done,
+            "state": self.trainer.state(),
+            "done": self.trainer.done,
             "trace": self.trace,
             "curve": self.curve,
             "losses": self.losses,
@@ -252,23 +245,23 @@ class Record:
         temporary.replace(self.checkpoint)
 
     def _totals(self) -> dict[str, float]:
-        numbers = self.contestant.numbers()
+        numbers = self.trainer.numbers()
         return {key: numbers[key] + value for key, value in self._earlier.items()}
 
     def resume(self) -> int:
-        """Go on where a killed run was saved last; the number of steps that are done."""
+        """Resume from the last checkpoint, if any; returns the number of completed steps."""
         if not self.checkpoint.exists():
             return 0
         try:
             content = torch.load(self.checkpoint, weights_only=True)
         except Exception as error:  # torch.load raises whatever the bytes make it raise
             raise LabError(f"{str(self.checkpoint)!r} cannot be read, remove it: {error}") from None
-        self.contestant.load(content["state"])
-        self.contestant.done = content["done"]
+        self.trainer.load(content["state"])
+        self.trainer.done = content["done"]
         self.trace, self.curve, self.losses = content["trace"], content["curve"], content["losses"]
         self.seconds, self.diverged = content["seconds"], content["diverged"]
         self._earlier, self._earlier_groups = content["earlier"], content["groups"]
-        return self.contestant.done
+        return self.trainer.done
 
     def finish(self) -> dict[str, Any]:
         outcome = {"spec": self.spec.facts(), "row": self._row(), "curve": self.curve, "trace": self.trace}
@@ -276,11 +269,11 @@ class Record:
         temporary.write_text(_compact(outcome))
         temporary.replace(self.path)
         self.checkpoint.unlink(missing_ok=True)
-        self.contestant.close()
+        self.trainer.close()
         return outcome
 
     def _row(self) -> dict[str, Any]:
-        spec, done = self.spec, self.contestant.done
+        spec, done = self.spec, self.trainer.done
         elements = sum(p.numel() for p in spec.task.model(spec.seed).parameters())
         totals, last = self._totals(), self.curve[-1]
         late = [point["support"] for point in self.trace[len(self.trace) // 2 :] if point["support"] is not None]
@@ -304,19 +297,19 @@ class Record:
             "seconds": self.seconds,
         }
         if spec.exceptions.by_layer:
-            rates = contest.rates_by_kind(self.contestant, self._groups(), done)
+            rates = trainers.rates_by_kind(self.trainer, self._groups(), done)
             row |= {f"rate_{kind}": rate for kind, rate in rates.items()}
         return row
 
 
 def reference_of(options: Options, spec: Spec) -> dict[str, Any] | None:
-    """The dense run of the same task, workers and seed, if there is one."""
-    own = dataclasses.replace(spec, method=Method.parse(REFERENCE), exceptions=Exceptions())
+    """The dense run with the same task, workers and seed, or None."""
+    own = dataclasses.replace(spec, method=Method.parse(REFERENCE), exceptions=Exclusions())
     return read(options.results / f"{own.name}.json")
 
 
 def _falls_on(done: int, steps: int, points: int) -> bool:
-    """Whether this is one of so many equally spaced steps, of which the last is the end."""
+    """Whether `done` is one of `points` equally spaced steps that end with the last."""
     return done * points // steps != (done - 1) * points // steps
 
 
@@ -325,12 +318,12 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no numbers that are not finite; six digits are enough, and keep files small."""
+    """None for values that JSON cannot represent; others are rounded to six digits to keep files small."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _compact(outcome: dict[str, Any]) -> str:
-    """One line for every point of a curve."""
+    """JSON with one line per point of a curve."""
     parts = []
     for key, value in outcome.items():
         if isinstance(value, list):

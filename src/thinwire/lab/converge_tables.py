@@ -1,4 +1,4 @@
-"""What many runs together say: mean and spread over seeds, the paired difference to dense, and plots."""
+"""Statistics over runs: mean and spread over seeds, paired difference to dense, plots."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .contest import REFERENCE
 from .plots import figure
+from .trainers import REFERENCE
 
 Row = dict[str, Any]
 
@@ -20,13 +20,13 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def differences(rows: Sequence[Row], references: dict[int, Row], key: str = "value") -> list[float]:
-    """Of each seed that dense was run with too: runs of one seed share data order and first weights."""
+    """Paired differences to dense by seed; runs with the same seed share data order and initial weights."""
     pairs = [(row[key], references[row["seed"]]["value"]) for row in rows if row["seed"] in references]
     return [own - dense for own, dense in pairs if own is not None and dense is not None]
 
 
 def summarise(rows: Sequence[Row], references: Sequence[Row] = ()) -> list[Row]:
-    """One flat row for each method, in the order in which they come; `references` are dense runs."""
+    """One flat row per method, in order of appearance; `references` are dense runs."""
     dense = {row["seed"]: row for row in [*references, *(row for row in rows if row["method"] == REFERENCE)]}
     found = []
     for method in dict.fromkeys(row["method"] for row in rows):
@@ -68,12 +68,12 @@ def summarise(rows: Sequence[Row], references: Sequence[Row] = ()) -> list[Row]:
 
 
 def plot(path: Path, outcomes: Sequence[dict[str, Any]]) -> None:
-    """Training loss over steps, bytes and time, and density over steps: one line a method, the first seed of each."""
+    """Training loss over steps, bytes and time, and density over steps; one line per method, first seed only."""
     panels = {
         "step": ("steps", "loss"),
-        "bytes": ("bytes that a rank handed over", "loss"),
+        "bytes": ("bytes sent per rank", "loss"),
         "seconds": ("seconds of training", "loss"),
-        "support": ("steps", "share of elements in the mean"),
+        "support": ("steps", "fraction of elements in the mean"),
     }
     with figure(path, 13, 8) as drawn:
         for axes, (key, (below, beside)) in zip(drawn.subplots(2, 2).flat, panels.items(), strict=True):
@@ -88,7 +88,7 @@ def plot(path: Path, outcomes: Sequence[dict[str, Any]]) -> None:
 
 
 def plot_build_up(path: Path, rows: Sequence[Row]) -> None:
-    """Density of the mean over the number of workers, one line a method."""
+    """Density of the mean over the number of workers, one line per method."""
     with figure(path, 7, 5) as drawn:
         axes = drawn.subplots()
         for method in dict.fromkeys(row["method"] for row in rows):
@@ -97,7 +97,7 @@ def plot_build_up(path: Path, rows: Sequence[Row]) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=method)
         workers = sorted({row["workers"] for row in rows})
-        axes.set(xlabel="workers", ylabel="share of elements in the mean", yscale="log", xscale="log")
+        axes.set(xlabel="workers", ylabel="fraction of elements in the mean", yscale="log", xscale="log")
         axes.set_xticks(workers, [str(count) for count in workers])
         axes.minorticks_off()
         axes.legend()

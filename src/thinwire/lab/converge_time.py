@@ -6,9 +6,7 @@ import hashlib
 import json
 import math
 import re
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,19 +14,20 @@ from typing import Any
 from ..planner.plan import Plan
 from .bench_step import AUTO, BASE, PEER_NAMES
 from .cluster import Cluster
-from .contest import Method
 from .converge import Unfinished, read
+from .job_stream import Watcher, calibrate, follow, worker
 from .netns import LabError, format_rate, parse_rate
 from .tasks import load
+from .trainers import Method
 
 EVERY = 20
-"""Steps between two looks at the test data; the clock stands still meanwhile."""
+"""Steps between evaluations, which are not timed."""
 PLAN = ".json"
-"""How the name of a file ends that holds a plan."""
+"""Suffix of plan files."""
 
 
 def is_auto(text: str) -> bool:
-    """`auto` plans from scratch; `auto@FILE.json` begins with the plan in that file, or leaves one there."""
+    """`auto` plans from scratch; `auto@FILE.json` starts with the plan in the file, or saves one there."""
     return text == AUTO or (text.startswith(f"{AUTO}@") and text.endswith(PLAN))
 
 
@@ -44,10 +43,10 @@ class Options:
     recipe: dict[str, Any] = field(default_factory=dict)
     results: Path = Path("results")
     end: float = math.inf
-    """When to start no further run, by `time.monotonic`."""
+    """Time after which no further run starts, by `time.monotonic`."""
 
     def file(self, method: str, seed: int) -> Path:
-        """Where a run is kept."""
+        """The result file of a run."""
         plain = method in (AUTO, BASE, *PEER_NAMES) or method.endswith(PLAN)
         facts = [self.workload, method if plain else Method.parse(method).full(), seed, self.rate, self.target]
         facts += [self.nodes, EVERY, sorted(self.recipe.items())]
@@ -57,7 +56,7 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """Refuse what no rank could run, before there is a cluster."""
+    """Raise `LabError` for options that no rank could run, before a cluster is created."""
     parse_rate(options.rate)
     if len(set(options.methods)) != len(options.methods):
         raise LabError("a method is given twice")
@@ -75,38 +74,29 @@ def check(options: Options) -> None:
         raise LabError(f"a batch of {task.recipe.batch} cannot be shared by {options.nodes} nodes: see --batch-size")
 
 
-def run(options: Options, tell: Callable[[str], None], done: Callable[[int], None]) -> list[dict[str, Any]]:
-    """One flat row for each seed and method; methods take turns, seed by seed. Complete runs are not repeated."""
+def run(options: Options, watcher: Watcher) -> list[dict[str, Any]]:
+    """One flat row per seed and method; methods take turns, seed by seed. Complete runs are not repeated."""
     todo = [(seed, method) for seed in range(options.seeds) for method in options.methods]
     rows = [read(options.file(method, seed)) for seed, method in todo]
-    done(len(rows) - rows.count(None))
+    watcher.advance(len(rows) - rows.count(None))
     if None in rows:
         options.results.mkdir(parents=True, exist_ok=True)
-        _fill(options, todo, rows, tell, done)
+        _fill(options, todo, rows, watcher)
     found = [row["row"] for row in rows if row is not None]
     for row in found:
         row["speedup_over_fp32"] = _speedup(row, found)
     return found
 
 
-def _fill(
-    options: Options,
-    todo: list[tuple[int, str]],
-    rows: list[dict[str, Any] | None],
-    tell: Callable[[str], None],
-    done: Callable[[int], None],
-) -> None:
+def _fill(options: Options, todo: list[tuple[int, str]], rows: list[dict[str, Any] | None], watcher: Watcher) -> None:
     """Run what is missing, on one cluster."""
     with Cluster(options.nodes, 1, options.rate) as cluster:
         measured, good = None, False
         if cluster.mode == "loopback":
-            tell(f"not shaped: {cluster.why}")
+            watcher.tell(f"not shaped: {cluster.why}")
         else:
-            calibration = cluster.calibrate()
+            calibration = calibrate(cluster, watcher)
             measured, good = calibration.measured, calibration.good
-            tell(f"{options.nodes} nodes, {calibration}")
-            if not good:
-                tell("the links are not within 15 % of the rate: take times with care")
         place = {
             "rate": format_rate(parse_rate(options.rate)),
             "measured_rate": measured,
@@ -117,25 +107,15 @@ def _fill(
             if rows[i] is not None:
                 continue
             if time.monotonic() > options.end:
-                raise Unfinished(f"the time is over before {method}, seed {seed}: the same command goes on")
+                raise Unfinished(f"time limit reached before {method}, seed {seed}: repeat the command to continue")
             row = {**_one(cluster, options, method, seed), **place}
             rows[i] = {"spec": {"method": method, "seed": seed, "recipe": options.recipe}, "row": row}
             options.file(method, seed).write_text(json.dumps(rows[i]) + "\n")
-            done(1)
+            watcher.advance(1)
 
 
 def _one(cluster: Cluster, options: Options, method: str, seed: int) -> dict[str, Any]:
-    news: dict[str, Any] = {}
-    noise: list[str] = []
-
-    def read(rank: int, line: str) -> None:
-        try:
-            item = json.loads(line)
-            if rank == 0 and "value" in item:
-                news.update(item)
-        except (ValueError, TypeError):
-            noise.append(f"[{rank}] {line}")
-
+    row: dict[str, Any] = {}
     words = {
         "--workload": options.workload,
         "--data": options.data.resolve(),
@@ -145,13 +125,12 @@ def _one(cluster: Cluster, options: Options, method: str, seed: int) -> dict[str
         "--every": EVERY,
         "--recipe": json.dumps(options.recipe),
     }
-    command = [sys.executable, "-m", "thinwire.lab.converge_worker"]
-    result = cluster.run([*command, *(str(word) for pair in words.items() for word in pair)], on_line=read)
-    if result.code or "value" not in news:
-        raise LabError("\n".join([f"the job with {method} ended with code {result.code}:", *noise[-30:]]))
+    pinned = follow(cluster, worker("converge_worker", words), lambda rank, item: row.update(item))
+    if "value" not in row:
+        raise LabError(f"the job with {method} ended without a result")
     if cluster.mode == "loopback":
-        news["bytes_per_rank"] = news["compression_rate"] = None
-    return {**news, "pinned": result.pinned}
+        row["bytes_per_rank"] = row["compression_rate"] = None
+    return {**row, "pinned": pinned}
 
 
 def _speedup(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:

@@ -1,7 +1,7 @@
-"""One rank of a time to accuracy: ordinary DDP, trained until the test data say that it is good enough.
+"""A rank of a time-to-accuracy run: plain DDP, trained until the metric on test data reaches the target.
 
-Rank 0 prints what was found as one JSON line. The clock counts what the method needs to be set up and all steps; it stands
-still while models are evaluated. DDP exchanges during backward, so a recipe's clipping is of the mean here.
+Rank 0 prints the result as one JSON line. Times include the set-up of the method and all steps, but not evaluations. DDP
+exchanges during backward, so gradient clipping applies to the mean.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import thinwire
 
 from ..engine.wire import Wire
 from .bench_step import BASE
-from .contest import Method
 from .converge_time import PLAN, is_auto
-from .farewell import leave
+from .hard_exit import hard_exit
 from .peers import ONE_BUCKET_MB, PEERS
 from .step_worker import sent
 from .tasks import Task, load
+from .trainers import Method
 
 
 class Job:
-    """A model with its optimizer, whose gradients or updates go the way of a method."""
+    """A model and its optimizer, with the exchange method attached."""
 
     def __init__(self, task: Task, text: str, seed: int) -> None:
         self.task, self.seed = task, seed
@@ -59,8 +59,9 @@ class Job:
         if peer is not None:
             ddp.register_comm_hook(peer.state(), peer.hook)
         elif auto:
-            self.auto = thinwire.attach(ddp, plan_file=text.partition("@")[2])
-            self._first = self.auto.method
+            wire = thinwire.attach(ddp, plan_file=text.partition("@")[2])
+            assert isinstance(wire, Wire)
+            self.auto, self._first = wire, wire.strategy
         elif plan is not None:
             thinwire.attach(ddp, plan)
         elif method is not None:
@@ -79,11 +80,11 @@ class Job:
 
     @property
     def planned(self) -> bool:
-        """Whether auto has gone over to a plan, or had one from the beginning."""
-        return self.auto is not None and (self.auto.method is not self._first or self.auto.method.plan is not None)
+        """Whether `auto` has adopted a plan, or started with one."""
+        return self.auto is not None and (self.auto.strategy is not self._first or self.auto.strategy.plan is not None)
 
     def evaluate(self) -> float:
-        """On every rank; what rank 0 finds counts for all."""
+        """Evaluate on every rank; returns the value of rank 0."""
         if self.updates is not None:
             with self.updates.at("settled"):
                 value = self.task.evaluate(self.model)[1]
@@ -146,7 +147,7 @@ def main() -> None:
             "seconds_to_target": setup + seconds if reached else None,
         }
         print(json.dumps(row), flush=True)
-    leave()
+    hard_exit()
 
 
 if __name__ == "__main__":

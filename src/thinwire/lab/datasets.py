@@ -1,4 +1,4 @@
-"""Public data in a directory: images, characters, words; and batches of them that follow from (seed, step) alone.
+"""Public datasets in a directory: images, characters, words. Batches depend only on (seed, step).
 
 | file                                   | read by                             |
 |----------------------------------------|-------------------------------------|
@@ -6,8 +6,8 @@
 | tinyshakespeare.txt                    | `characters`: the last tenth is for validation    |
 | wikitext2.{train,valid}.txt.gz         | `words`                                           |
 
-The batch of a step is drawn for all workers together, then cut into equal pieces: methods, and numbers of workers, meet
-the same data in the same order.
+The batch of a step is drawn for all workers together, then cut into equal pieces, so that all methods and numbers of workers
+see the same data in the same order.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ Batch = tuple[Tensor, Tensor]  # inputs, targets
 
 
 def generator(*words: object) -> torch.Generator:
-    """A stream of random numbers that follows from these words alone."""
+    """A random generator seeded by these words."""
     return torch.Generator().manual_seed(zlib.crc32(" ".join(map(str, words)).encode()))
 
 
 class Samples(Protocol):
-    """What a model learns from."""
+    """Training or test data."""
 
     def __len__(self) -> int:
         """Samples in an epoch."""
         ...
 
     def batch(self, seed: int, step: int, size: int, piece: slice) -> Batch:
-        """A piece of the batch of `size` samples that belongs to a step."""
+        """A piece of the batch of a step, which has `size` samples."""
         ...
 
     def chunks(self, size: int) -> Iterator[Batch]:
-        """All samples once, in order: to evaluate."""
+        """All samples once, in order, for evaluation."""
         ...
 
 
 @dataclass
 class Images:
-    """uint8 [N, channels, rows, columns] and their classes [N]; every epoch in an order of its own."""
+    """uint8 [N, channels, rows, columns] and their classes [N], shuffled every epoch."""
 
     inputs: Tensor
     labels: Tensor
     mean: Sequence[float]
     std: Sequence[float]
     flips: bool = False
-    """Whether half of the images of a batch are mirrored."""
+    """Whether half of the images of a batch are mirrored, at random."""
     _order: tuple[tuple[int, int], Tensor] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
@@ -83,13 +83,13 @@ class Images:
     def _floats(self, images: Tensor) -> Tensor:
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
         floats = (images.float() / 255.0 - mean) / std
-        # For weights that lie so too; others take it as it is.
+        # Faster with channels-last weights, harmless with others.
         return floats.contiguous(memory_format=torch.channels_last) if floats.shape[1] > 1 else floats
 
 
 @dataclass
 class Text:
-    """Tokens [N]; samples are pieces of `length` tokens, and the same moved by one: the next one is to be predicted."""
+    """Tokens [N]; samples are `length` tokens and the same shifted by one, for next-token prediction."""
 
     tokens: Tensor
     length: int
@@ -130,7 +130,7 @@ def images(path: Path, mean: Sequence[float], std: Sequence[float], flips: bool 
 
 
 def characters(path: Path, length: int) -> tuple[Text, Text, int]:
-    """The first nine tenths of a text for training, the rest for validation; and how many different characters it has."""
+    """The first nine tenths of a text for training, the rest for validation, and the vocabulary size."""
     try:
         letters = np.frombuffer(path.read_bytes(), np.uint8)
     except OSError as error:
@@ -142,7 +142,7 @@ def characters(path: Path, length: int) -> tuple[Text, Text, int]:
 
 
 def words(directory: Path, length: int) -> tuple[Text, Text, int]:
-    """WikiText-2: training and validation, words numbered by how common they are; and how many different ones there are."""
+    """WikiText-2 for training and validation, words numbered by descending frequency, and the vocabulary size."""
     parts = {}
     for part in ("train", "valid"):
         path = directory / f"wikitext2.{part}.txt.gz"
@@ -165,5 +165,5 @@ def words(directory: Path, length: int) -> tuple[Text, Text, int]:
 
 def _text(path: Path, tokens: Tensor, length: int) -> Text:
     if len(tokens) <= length:
-        raise LabError(f"{str(path)!r}: {len(tokens)} tokens are too few, a piece has {length} and one to follow")
+        raise LabError(f"{str(path)!r}: {len(tokens)} tokens are too few for samples of {length} + 1 tokens")
     return Text(tokens, length)

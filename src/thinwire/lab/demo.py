@@ -1,4 +1,4 @@
-"""The main job: two machines with a slow link between them train a small model, plainly and through thinwire."""
+"""The job of `thinwire demo`: two machines joined by a slow link train a small model with plain DDP or with thinwire."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from ..version import __version__
 from .cluster import Cluster
 from .netns import LabError
 
-FEWEST_STEPS = 10
-
 
 def shipped_text() -> Path:
-    """Half a megabyte of English that comes with every Python: the texts of its own help."""
+    """Half a megabyte of English text that ships with Python: its help texts."""
     return Path(next(iter(pydoc_data.__path__))) / "topics.py"
 
 
@@ -38,11 +36,11 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
     bytes_per_step: float | None = None
-    """Bytes that a node sent a step, from its interface counters."""
+    """Bytes sent per node and step, from interface counters."""
 
     @property
     def step_seconds(self) -> float:
-        """Of the second half: in the first, DDP finds its buckets and thinwire its plan."""
+        """Median of the second half; in the first, DDP rebuilds its buckets and thinwire plans."""
         return statistics.median(self.seconds[len(self.seconds) // 2 :])
 
     @property
@@ -50,7 +48,7 @@ class Outcome:
         return statistics.fmean(self.losses[-10:])
 
     def write_journal(self, path: Path, world: int) -> None:
-        """What is known of a run without a wire, as a journal: length and loss of each step."""
+        """Write the step times and losses of a run without thinwire as a journal."""
         node, began = platform.node(), self.began
         with path.open("wb") as file:
             start = journal.Start(
@@ -77,7 +75,7 @@ def train(
     on_step: Callable[[Outcome], None],
     log: Path | None = None,
 ) -> Outcome:
-    """Run one job on the cluster; `on_step` after every step. Ranks of a job with a wire write journals to `log`."""
+    """Run a job on the cluster, calling `on_step` after every step. Ranks with a wire write journals to `log`."""
     outcome = Outcome(method)
     noise: list[str] = []
 

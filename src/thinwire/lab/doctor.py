@@ -1,4 +1,4 @@
-"""What this machine can do for thinwire, found by trying it."""
+"""The checks of `thinwire doctor`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from .. import kernels
 from ..errors import ThinwireError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -25,7 +26,7 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """`fix` is a command, or empty where all is well or nothing can be done."""
+    """`fix` is a command, or empty if all is well or nothing can be done."""
 
     check: str
     good: bool
@@ -35,7 +36,7 @@ class Finding:
 
 
 def run() -> Iterator[Finding]:
-    """Every check, one after the other; one that fails in a way nobody thought of is a finding too."""
+    """Run all checks; an unexpected exception in a check is a finding too."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python, _packages, _torch, _kernels, _network, _gpu, _extras, _browser,
     )  # fmt: skip
@@ -52,7 +53,7 @@ def _python() -> Iterator[Finding]:
     yield Finding(
         "system", linux, True, f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     )
-    yield Finding("cores", True, False, f"{cores}: with more emulated nodes than that, times are the scheduler's")
+    yield Finding("cores", True, False, f"{cores}: with more emulated nodes than cores, times measure the scheduler")
 
 
 def _packages() -> Iterator[Finding]:
@@ -81,16 +82,16 @@ def _torch() -> Iterator[Finding]:
         finally:
             dist.destroy_process_group()
     others = [name for name in ("nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
-    yield Finding("gloo", True, True, "works" + (f"; there is {', '.join(others)} too" if others else ""))
+    yield Finding("gloo", True, True, "works" + (f"; also available: {', '.join(others)}" if others else ""))
 
 
 def _kernels() -> Iterator[Finding]:
-    """Compile, or load from the cache, one kernel, and use it."""
+    """Compile or load one kernel and run it."""
     import numpy as np
 
     try:
-        from ..kernels.cpu import basic
-    except (ImportError, RuntimeError) as error:  # the second: Numba finds no directory at all that it may write to
+        basic = kernels.basic
+    except (ImportError, RuntimeError) as error:  # RuntimeError: Numba finds no writable cache directory
         yield Finding("kernels", False, True, str(error), "export NUMBA_CACHE_DIR=$HOME/.cache/numba")
         return
     residual = np.ones(5000, np.float32)
@@ -98,12 +99,12 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("kernels", right, True, "compiled by Numba, give the right sum" if right else "give a wrong sum")
     place = Path(basic.accumulate._cache.cache_path)  # type: ignore[attr-defined]
     kept = place.is_dir() and os.access(place, os.W_OK)
-    text = f"{place}" + ("" if kept else " cannot be written: kernels are compiled anew in every process")
+    text = f"{place}" + ("" if kept else " is not writable: every process compiles the kernels again")
     yield Finding("kernel cache", kept, False, text, "" if kept else "export NUMBA_CACHE_DIR=$HOME/.cache/numba")
 
 
 def _network() -> Iterator[Finding]:
-    """Namespaces and links, by making a cluster of two nodes."""
+    """Create a cluster of two nodes to test namespaces and links."""
     tools = True
     for name, package in {
         "ip": "iproute2",
@@ -116,7 +117,7 @@ def _network() -> Iterator[Finding]:
         yield Finding(name, path is not None, False, path or "not found", "" if path else f"apt-get install {package}")
     from .cluster import Cluster, log
 
-    log.setLevel("ERROR")  # what it would warn of is the finding
+    log.setLevel("ERROR")  # its warnings are the findings
     try:
         with Cluster(2, rate="100mbit") as cluster:
             mode, shaped, why = cluster.mode, cluster.shaped, cluster.why
@@ -130,7 +131,7 @@ def _network() -> Iterator[Finding]:
 
 
 def _way_to_namespaces(tools: bool) -> str:
-    """What stands in the way of an ordinary user, as far as the kernel says."""
+    """How to allow namespaces without root, according to the kernel's settings."""
     if not tools:
         return "apt-get install iproute2 util-linux"
     for name, forbids, allows in (
@@ -170,5 +171,5 @@ def _extras() -> Iterator[Finding]:
 
 def _browser() -> Iterator[Finding]:
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    text = path or "not found; the tests of report pages need it, nothing else"
+    text = path or "not found; needed only by the tests of report pages"
     yield Finding("chromium", path is not None, False, text, "" if path else "apt-get install chromium")

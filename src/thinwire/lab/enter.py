@@ -1,7 +1,7 @@
-"""Becomes one rank of a job: `python -I -S enter.py PARENT CORES HOST HOSTS DIRECTORY COMMAND...`
+"""Starts a rank of a job: `python -I -S enter.py PARENT CORES HOST HOSTS DIRECTORY COMMAND...`
 
-A program of its own, out of the standard library only. It runs after the namespaces have been entered, because
-entering a user namespace changes credentials, and the kernel then forgets the death signal.
+A stand-alone program that uses only the standard library. It runs after the namespaces have been entered, because entering
+a user namespace changes credentials, which makes the kernel drop the parent death signal.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ SCRATCH = b"/var/run/netns"
 
 
 def name_host(libc: ctypes.CDLL, host: str, hosts: str) -> None:
-    """Gives the node a name of its own, and an /etc/hosts that knows all of them.
+    """Set the host name of the node, and an /etc/hosts with all nodes.
 
-    Without it every look-up of a node's address fails, and torch warns about each. `ip netns exec` has made a mount
-    namespace for this process alone: the directory of namespace names, of no use in here, is covered to hold the file.
+    Without it, every lookup of a node's address fails and torch warns about it. `ip netns exec` has created a mount namespace
+    for this process; the file goes on a tmpfs over the directory of namespace names, which is not needed inside.
     """
     if libc.unshare(CLONE_NEWUTS) == 0:
         socket.sethostname(host)
@@ -34,7 +34,7 @@ def name_host(libc: ctypes.CDLL, host: str, hosts: str) -> None:
 def main() -> None:
     parent, cores, host, hosts, directory, *command = sys.argv[1:]
     libc = ctypes.CDLL(None)
-    # A parent that is killed takes its ranks along. It may have died before this line: then nobody would tell us.
+    # Ranks die with their parent, which may have died before this line.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
         sys.exit(1)
@@ -42,7 +42,7 @@ def main() -> None:
         name_host(libc, host, hosts)
     if cores != "any":
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    # Python ignores these two, and what is ignored stays ignored in the program that follows.
+    # Python ignores these signals, and exec would pass that on.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:

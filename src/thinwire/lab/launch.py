@@ -1,4 +1,4 @@
-"""Starts the ranks of a job, passes their output on line by line, and ends all of them when one fails."""
+"""Starts the ranks of a job, forwards their output by line, and stops all ranks when one fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def print_line(rank: int, line: str) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one process of a job is started with; `prefix` are the words that enter its namespace."""
+    """How a process of a job is started; `prefix` is the command that enters its namespace."""
 
     rank: int
     command: list[str]
@@ -43,9 +43,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended. Codes are as a shell has them: 128 and the signal for a rank that was killed."""
+    """How a job ended. Exit codes follow the shell: 128 plus the signal for a killed rank."""
 
-    code: int  # of the rank that failed first; 0 if none did; 124 if the time was up
+    code: int  # of the rank that failed first; 0 if none did; 124 after a timeout
     codes: list[int]
     failed_rank: int | None
     timed_out: bool
@@ -67,7 +67,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=rank.environment,
-            start_new_session=True,  # a group of its own: signals reach its children too
+            start_new_session=True,  # a process group, so that signals reach its children
         )
         assert self.popen.stdout is not None
         self.pipe = self.popen.stdout.fileno()
@@ -79,13 +79,13 @@ class _Process:
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
 
     def signal(self, number: int) -> None:
-        # The process is reaped only in `reap`, so until then nobody else can have its group's number.
+        # Until `reap`, the id of the process group cannot be reused.
         if self.code is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.popen.pid, number)
 
     def reap(self) -> None:
-        self.signal(signal.SIGKILL)  # children that it left behind
+        self.signal(signal.SIGKILL)  # remaining children
         code = self.popen.wait()
         self.code = code if code >= 0 else 128 - code
 
@@ -96,9 +96,9 @@ class _Process:
 
 
 class Job:
-    """The running processes of one command. `wait` for its result, or `stop` it.
+    """The running processes of a command. `wait` for the result, or `stop` it.
 
-    One thread starts, watches and ends them all: the kernel ties a rank's death signal to the thread that started it.
+    One thread starts, supervises and stops them: the kernel ties a rank's death signal to the thread that started it.
     """
 
     def __init__(
@@ -121,13 +121,13 @@ class Job:
         self._first_failed: _Process | None = None
         self._error: BaseException | None = None
         self._result: Result | None = None
-        self._deadline: float | None = None  # when those that are asked to end will be killed
+        self._deadline: float | None = None  # time of SIGKILL after SIGTERM
         self._stop_asked = False
         self._timed_out = False
         self._started_at = time.monotonic()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._done = threading.Event()
-        self._closing = threading.Lock()  # nobody may write to a descriptor that is closed, or already another's
+        self._closing = threading.Lock()  # guards the eventfd against writes after it is closed
         self._thread = threading.Thread(target=self._supervise, name="thinwire-lab-job", daemon=True)
         self._thread.start()
 
@@ -140,7 +140,7 @@ class Job:
         return [process.popen.pid for process in list(self._processes)]
 
     def wait(self, timeout: float | None = None) -> Result:
-        """The result, once all ranks have ended; after `timeout` seconds they are ended, with code 124."""
+        """Wait for the result; after `timeout` seconds the ranks are stopped, with code 124."""
         if not self._done.wait(timeout):
             self._timed_out = True
             self.stop()
@@ -151,7 +151,7 @@ class Job:
         return self._result
 
     def stop(self) -> None:
-        """Ends all ranks (SIGTERM, after the grace SIGKILL) and returns when they are gone."""
+        """Stop all ranks (SIGTERM, after the grace period SIGKILL) and wait until they are gone."""
         self._stop_asked = True
         with self._closing:
             if not self._done.is_set():
@@ -172,7 +172,7 @@ class Job:
                     selector.register(process.pidfd, selectors.EVENT_READ, process)
                 self._watch(selector)
                 self._result = self._conclude(before)
-            except BaseException as error:  # of on_line, or of a process that could not be started
+            except BaseException as error:  # from on_line, or from starting a process
                 self._error = error
             finally:
                 for process in self._processes:
@@ -184,7 +184,7 @@ class Job:
                     os.close(self._wake)
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
-        drained_by = None  # a child in a session of its own may hold a pipe open for ever
+        drained_by = None  # a child in another session may keep a pipe open indefinitely
         while any(process.code is None or process.open for process in self._processes):
             now = time.monotonic()
             running = any(process.code is None for process in self._processes)
@@ -218,14 +218,14 @@ class Job:
     def _read(self, process: _Process, selector: selectors.BaseSelector) -> None:
         data = os.read(process.pipe, 1 << 16)
         *whole, process.partial = (process.partial + data).split(b"\n")
-        # The end of the pipe ends the last line; so does a length that no line has.
+        # The last line ends at the end of the pipe, or at an excessive length.
         if process.partial and (not data or len(process.partial) > 1 << 20):
             whole, process.partial = [*whole, process.partial], b""
         if not data:
             process.open = False
             selector.unregister(process.pipe)
         for raw in whole:
-            # Of a progress bar, which writes over its line, the last state is the line.
+            # Of a progress bar, which overwrites its line, keep the last state.
             line = raw.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
             process.lines.append(line)
             self._on_line(process.rank, line)

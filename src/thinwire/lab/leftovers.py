@@ -1,8 +1,8 @@
-"""What a cluster leaves behind when its parent is killed, and how it is found again.
+"""Finds and removes what a cluster leaves behind when its parent process is killed.
 
-While a cluster is up a file `<id>.<pid>.<start time>` says whose it is. It is written before the first namespace is
-made, and its name alone holds what matters, so that being killed half-way through leaves nothing unknown. Processes of
-a cluster carry `THINWIRE_LAB=<id>/<job>` in their environment, and so do their children.
+While a cluster is up, a file `<id>.<pid>.<start time>` records its owner. It is written before the first namespace is created,
+and its name alone suffices, so a kill at any point leaves nothing unknown. Processes of a cluster and their children have
+`THINWIRE_LAB=<id>/<job>` in their environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARK = "THINWIRE_LAB"
 
 
 def directories() -> list[Path]:
-    """Where the files are; the first one is written, all are searched (sudo and su drop XDG_RUNTIME_DIR)."""
+    """Directories of the files; the first is written, all are searched (sudo and su drop XDG_RUNTIME_DIR)."""
     found = [Path(tempfile.gettempdir()) / f"thinwire-lab-{os.geteuid()}"]
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK | os.X_OK):
@@ -32,7 +32,7 @@ def directories() -> list[Path]:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it is gone. With the pid it is never used twice."""
+    """Start time of a process in clock ticks since boot; None if it is gone. Identifies a process together with its pid."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -43,7 +43,7 @@ def start_time(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class Record:
-    """One cluster: its identity, the process it belongs to, and what that process wrote about it."""
+    """A cluster: its identity, the process that owns it, and the description that the process wrote."""
 
     path: Path
     identity: str
@@ -62,24 +62,24 @@ class Record:
                 directory.mkdir(mode=0o700)
             status = directory.lstat()
             if status.st_uid != os.geteuid() or not directory.is_dir() or directory.is_symlink():
-                raise LabError(f"{directory} belongs to somebody else: set XDG_RUNTIME_DIR to a directory of your own")
+                raise LabError(f"{directory} belongs to another user: set XDG_RUNTIME_DIR to a directory that you own")
             path = directory / f"{identity}.{pid}.{start}"
             try:
                 path.write_text(json.dumps(about))
                 return cls(path, identity, pid, start, about)
-            except FileNotFoundError:  # the last cluster of another process has just taken the directory away
+            except FileNotFoundError:  # another process has just removed the directory with its last cluster
                 continue
         raise LabError(f"cannot write to {directory}")
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
         parts = path.name.split(".")
-        if len(parts) != 3 or not (parts[1].isdigit() and parts[2].isdigit()):
+        if len(parts) != 3 or not all(part.isdecimal() and len(part) < 20 for part in parts[1:]):
             return None
-        about = {}
-        with contextlib.suppress(OSError, ValueError):
+        about = None
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             about = json.loads(path.read_text())
-        return cls(path, parts[0], int(parts[1]), int(parts[2]), about)
+        return cls(path, parts[0], int(parts[1]), int(parts[2]), about if isinstance(about, dict) else {})
 
     @property
     def alive(self) -> bool:
@@ -88,7 +88,7 @@ class Record:
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            self.path.parent.rmdir()  # stays while other clusters have files in it
+            self.path.parent.rmdir()  # fails while other clusters have files in it
 
 
 def records() -> list[Record]:
@@ -100,7 +100,7 @@ def records() -> list[Record]:
 
 
 def processes(identity: str) -> set[int]:
-    """Every process that a cluster started, and their children, by the mark in their environment."""
+    """All processes that a cluster started, and their children, found by the mark in their environment."""
     mark = f"{MARK}={identity}/".encode()
     found = set()
     for entry in os.scandir("/proc"):
@@ -112,22 +112,22 @@ def processes(identity: str) -> set[int]:
 
 
 def end_processes(identity: str, namespaces: list[str], patience: float = 5.0) -> None:
-    """Kills what is left of a cluster's processes and waits until they are gone.
+    """Kill a cluster's processes and wait until they are gone.
 
-    Also those that wiped their environment, if they are in one of the namespaces. Killing once is not enough: a
+    Includes processes that cleared their environment, if they are in one of the namespaces. Repeats until none is left: a
     process that forks meanwhile leaves a child that was not in the list.
     """
     deadline = time.monotonic() + patience
     while True:
         left = processes(identity)
         for name in namespaces:
-            with contextlib.suppress(LabError):  # not root: there are no such names
+            with contextlib.suppress(LabError):  # not root: no such names exist
                 left |= {int(pid) for pid in command(["ip", "netns", "pids", name]).split()}
         left = {pid for pid in left - {os.getpid()} if start_time(pid) is not None}
         if not left:
             return
         if time.monotonic() > deadline:
-            raise LabError(f"processes {sorted(left)} of the cluster {identity} do not end, even killed")
+            raise LabError(f"processes {sorted(left)} of the cluster {identity} survive SIGKILL")
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -135,12 +135,12 @@ def end_processes(identity: str, namespaces: list[str], patience: float = 5.0) -
 
 
 def remove_dead() -> list[Record]:
-    """Removes the namespaces, interfaces, processes and files of every cluster whose parent is dead."""
+    """Remove the namespaces, interfaces, processes and files of every cluster whose parent is dead."""
     dead = [record for record in records() if not record.alive]
     for record in dead:
         try:
             names = [name for name in list_namespaces() if name.startswith(record.identity + "-")]
-        except LabError:  # without `ip` no namespace was made
+        except LabError:  # without `ip` no namespace was created
             names = []
         end_processes(record.identity, names)
         if names:

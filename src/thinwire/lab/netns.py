@@ -1,10 +1,10 @@
-"""The system commands of the lab: namespaces, cables, a switch and token buckets, by `ip` and `tc`.
+"""Network namespaces, virtual cables, a switch and traffic shaping, by the commands `ip` and `tc`.
 
     node 0 ── eth0 ═══ p0 ┐
     node 1 ── eth0 ═══ p1 ┼ br0      every box a network namespace: `<id>-n0`, `<id>-n1`, ..., `<id>-sw`
     node 2 ── eth0 ═══ p2 ┘
 
-Both ends of a cable send through a bucket: eth0 shapes what a node sends, p0 what it receives.
+Both ends of a cable are shaped by token buckets: eth0 limits what a node sends, p0 what it receives.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from ..errors import ThinwireError
 
 FRAME = 1514  # bytes of a full Ethernet frame as the qdisc counts it: 1500 + 14 of header
-PAYLOAD = 1448  # what TCP puts into one
-LATE = 15e-6  # seconds by which a timer fires late
-HEADERS = 330  # what Linux leaves free for headers in the largest packet that it builds of several, and a little
+PAYLOAD = 1448  # TCP payload of a full frame
+LATE = 15e-6  # typical delay of a timer in seconds
+HEADERS = 330  # room that Linux leaves for headers in an aggregated packet, with some margin
 
 
 class LabError(ThinwireError):
-    """The emulated cluster cannot do what was asked; says what would be right."""
+    """The emulated cluster cannot do what was requested; the message says what would work."""
 
 
 def parse_rate(text: str | None) -> int | None:
-    """Bits a second of `"100mbit"`, `"2.5gbit"`, `"500kbit"`; None, for an unshaped link, of `"none"` or None."""
+    """Bits per second of `"100mbit"`, `"2.5gbit"`, `"500kbit"`; None, an unshaped link, for `"none"` or None."""
     if text is None or text.strip().lower() == "none":
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg])bit\s*", text, re.IGNORECASE)
@@ -46,7 +46,7 @@ def parse_rate(text: str | None) -> int | None:
 
 
 def format_rate(bits: float | None) -> str:
-    """The text that `parse_rate` reads: `"2.5gbit"`."""
+    """The inverse of `parse_rate`: `"2.5gbit"`."""
     if bits is None:
         return "none"
     for unit, size in (("gbit", 1e9), ("mbit", 1e6)):
@@ -60,8 +60,8 @@ SETTINGS = {
     "bridge/bridge-nf-call-iptables": 0,
     "ipv4/tcp_congestion_control": "reno",
 }
-"""Of all namespaces, whatever the host has. No IPv6 chatter, except on loopback; a switch that is no firewall; and a
-congestion control that every kernel has and every namespace may use. With bbr a core that trains also serves a timer for
+"""Settings of all namespaces, independent of the host: no IPv6 traffic except on loopback; no firewall in the switch; a
+congestion control that every kernel has and every namespace may use. With bbr, a training core also serves a timer for
 every packet or two: 5 ms for 0.7 MB at 100 Mbit/s."""
 
 
@@ -69,21 +69,19 @@ every packet or two: 5 ms for 0.7 MB at 100 Mbit/s."""
 class Shape:
     """Parameters of `tc tbf` for one end of a cable; sizes in bytes.
 
-    The large bucket (`burst`, 2 ms at the rate) makes up for timers that fire late: 20 MB pass at 0.96 of 1 Gbit/s with
-    it, at 0.90 with 32 KB. Alone it would let 256 KB through at six times the rate, so where a node sends, a second, small
-    bucket (`bucket`, 0.18 ms at the rate) spreads it out. It fills at `peak`, faster than the rate by what is lost when
-    the timer of each packet fires late. A smaller one means more timers than a busy processor keeps up with: with 0.12 ms,
-    1 Gbit/s both ways at once came to 0.66 to 0.85 of the rate instead of 0.96. It holds at least six frames, and a little
-    because the kernel rounds: with two, 100 Mbit/s both ways came to 0.86 to 0.90 instead of 0.95, and packets cost the
-    processors that train; with eight, 64 KB pass at 1.14 of the rate, because the first packet does not wait. But it never
-    holds more than `burst`, and that has a floor of two frames: one is what the kernel needs to send anything at all, the
-    second lets the bucket refill meanwhile. So only below 12 Mbit/s does the burst exceed 2 ms.
+    The large bucket (`burst`, 2 ms at the rate) compensates for late timers: 20 MB pass at 0.96 of 1 Gbit/s with it, at
+    0.90 with 32 KB. Alone it would pass 256 KB at six times the rate, so on the sending side of a node a second, small
+    bucket (`bucket`, 0.18 ms at the rate) spreads bursts. It fills at `peak`, which exceeds the rate by the losses of late
+    timers. With a smaller bucket, timers are too frequent for a busy CPU: with 0.12 ms, 1 Gbit/s both ways at once reached
+    0.66 to 0.85 of the rate instead of 0.96. It holds at least six frames, plus a margin for the kernel's rounding: with two,
+    100 Mbit/s both ways reached 0.86 to 0.90 instead of 0.95, and packets cost CPU time of training; with eight, 64 KB pass
+    at 1.14 of the rate, because the first packet does not wait. It never holds more than `burst`, which is at least two
+    frames: one that the kernel needs to send at all, another to refill meanwhile. So bursts exceed 2 ms only below 12 Mbit/s.
 
-    Packets larger than the small bucket would be cut up by the qdisc: `gso` tells the sender to build them as large as it
-    holds, and not larger.
+    The qdisc would split packets larger than the small bucket: `gso` limits the packets that the sender builds to its size.
 
-    The port of the switch has the large bucket only: what one node sends arrives spread out already, and what several
-    send to one node at once is held to the rate.
+    The port of the switch has only the large bucket: traffic of one node arrives spread out already, and simultaneous traffic
+    of several nodes to one is limited to the rate.
     """
 
     rate: int
@@ -95,19 +93,19 @@ class Shape:
 
     @classmethod
     def of(cls, rate: int, port: bool) -> Shape:
-        """Of a port of the switch, or of a node."""
-        a_second = rate / 8
-        burst = max(int(a_second * 0.002), 2 * FRAME)
-        bucket = burst if port else min(max(int(a_second * 0.00018), int(6.2 * FRAME)), burst)
+        """The shape of a port of the switch, or of a node."""
+        per_second = rate / 8
+        burst = max(int(per_second * 0.002), 2 * FRAME)
+        bucket = burst if port else min(max(int(per_second * 0.00018), int(6.2 * FRAME)), burst)
         frames = int(0.98 * bucket / FRAME)
         return cls(
             rate=rate,
             burst=burst,
-            # The kernel refuses one that is not above the rate, and counts in bytes.
-            peak=None if port else int(rate * (1 + max(LATE * a_second / bucket, 0.01))),
+            # The kernel requires a peak above the rate, in whole bytes.
+            peak=None if port else int(rate * (1 + max(LATE * per_second / bucket, 0.01))),
             bucket=bucket,
-            # What a switch port queues: 50 ms, but never less than a few windows of a slow start.
-            limit=max(int(a_second * 0.05), 64 * FRAME),
+            # The queue of a switch port: 50 ms, but at least a few slow-start windows.
+            limit=max(int(per_second * 0.05), 64 * FRAME),
             gso=min(max(min(frames * PAYLOAD + HEADERS, bucket), 2 * FRAME), 65536),
         )
 
@@ -118,7 +116,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Counters:
-    """What one node's interface counted. A segment that leaves a node in one piece (GSO) counts as one packet."""
+    """Interface counters of a node. An aggregated segment (GSO) counts as one packet."""
 
     bytes_sent: int = 0
     packets_sent: int = 0
@@ -135,9 +133,9 @@ class Counters:
 
 
 def command(arguments: list[str], batch: str | None = None) -> str:
-    """Runs one system command to its end and gives its output; `batch` is its standard input."""
+    """Run a system command and return its output; `batch` is its standard input."""
     try:
-        # A session of its own: a Ctrl-C in the terminal must not cut a batch in half.
+        # A new session: Ctrl-C in the terminal must not interrupt a batch half-way.
         done = subprocess.run(
             arguments, input=batch or "", capture_output=True, text=True, timeout=60, start_new_session=True
         )
@@ -152,14 +150,14 @@ def command(arguments: list[str], batch: str | None = None) -> str:
 
 
 class Owner:
-    """A process that holds a user, a network and a mount namespace, so that an ordinary user may build in them.
+    """A process that holds a user, a network and a mount namespace, in which an ordinary user may create a network.
 
-    It reads from a pipe that only this process can write: when this process ends, however, the owner ends too, and
-    the kernel takes every namespace in it away. `prefix` put before a command runs it inside.
+    It reads from a pipe held by this process: when this process ends, in whatever way, the owner ends too, and the kernel
+    removes its namespaces. `prefix` makes a command run inside.
     """
 
-    # `ip netns` keeps its names in /run/netns, which an ordinary user cannot write: a tmpfs goes over it. Where the
-    # directory does not exist it has to go over all of /run.
+    # `ip netns` keeps its names in /run/netns, which an ordinary user cannot write, so a tmpfs is mounted over it. If the
+    # directory does not exist, it is mounted over all of /run.
     _SCRIPT = (
         "run=$(readlink -f /var/run); over=$run; [ -d $run/netns ] && over=$run/netns; "
         "mount -t tmpfs -o mode=755 thinwire $over && mkdir -p $run/netns && echo ready && exec cat"
@@ -204,7 +202,7 @@ class Owner:
 
 
 class Network:
-    """The namespaces of one cluster. Every name starts with `id`, so that they can be found again by it."""
+    """The namespaces of a cluster. Their names start with its id, by which leftovers are found."""
 
     def __init__(self, identity: str, nodes: int, prefix: list[str]) -> None:
         self.nodes = [f"{identity}-n{node}" for node in range(nodes)]
@@ -217,24 +215,24 @@ class Network:
         return f"10.87.{node // 250}.{node % 250 + 1}"
 
     def hosts(self) -> str:
-        """What /etc/hosts says on every node."""
+        """The content of /etc/hosts on every node."""
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         for node in range(len(self.nodes)):
-            # torch asks for the names of its peers in the form that IPv6 sockets have them.
+            # torch looks up its peers by IPv4-mapped IPv6 addresses.
             lines += [f"{self.address(node)} node{node}", f"::ffff:{self.address(node)} node{node}-mapped"]
         return "\n".join(lines) + "\n"
 
     def inside(self, node: int) -> list[str]:
-        """The words that, put before a command, run it on that node."""
+        """The prefix that makes a command run on a node."""
         return [*self.prefix, "ip", "netns", "exec", self.nodes[node]]
 
     def create(self) -> None:
         self._ip("\n".join(f"netns add {name}" for name in (*self.nodes, self.switch)))
-        # Each where the kernel has it and allows it.
+        # Settings that the kernel lacks or forbids are skipped.
         settings = "; ".join(f"{{ echo {value} > /proc/sys/net/{name}; }} 2>&-" for name, value in SETTINGS.items())
         for name in (*self.nodes, self.switch):
             command([*self.prefix, "ip", "netns", "exec", name, "sh", "-c", f"{settings}; true"])
-        # No snooping either: the counters should see the job's packets and no chatter.
+        # No snooping either: counters should see only the job's packets.
         lines = ["link add br0 type bridge mcast_snooping 0", "link set br0 up"]
         for node, name in enumerate(self.nodes):
             lines += [
@@ -246,14 +244,14 @@ class Network:
             self._ip(f"link set lo up\nlink set eth0 up\naddr add {self.address(node)}/16 dev eth0", name)
 
     def remove(self) -> None:
-        """Deletes whatever of the network exists; the kernel takes the cables with the namespaces."""
+        """Delete all namespaces that exist; the kernel removes the cables with them."""
         remove_namespaces([*self.nodes, self.switch], self.prefix)
 
     def shape(self, rates: dict[int, int | None]) -> None:
-        """Sets the rate of some nodes' cables, both directions.
+        """Set the rate of some nodes' cables, both directions.
 
-        When a rate falls, what is queued is lost, and TCP sends it again. Otherwise a packet that is larger than the new
-        bucket would never leave it, nor would anything behind it.
+        Lowering a rate drops queued packets, which TCP retransmits; a packet larger than the new bucket would otherwise
+        block the queue forever.
         """
         ports = []
         for node, rate in rates.items():
@@ -263,10 +261,10 @@ class Network:
         self._rates |= rates
 
     def _bucket(self, device: str, rate: int | None, namespace: str, before: int | None) -> list[str]:
-        """Lowers the packet size of a device to fit its bucket; gives the lines for tc."""
+        """Limit the packet size of a device to its bucket; returns the lines for tc."""
         shape = Shape.of(rate, port=namespace == self.switch) if rate else None
         size = shape.gso if shape else 65536
-        # Before iproute2 5.19 there is no gro_max_size, and nothing is lost: the bucket cuts large packets up itself.
+        # iproute2 before 5.19 has no gro_max_size; the bucket then splits large packets itself.
         with contextlib.suppress(LabError):
             self._ip(f"link set {device} gso_max_size {size} gro_max_size {size}", namespace)
         lines = []
@@ -280,7 +278,7 @@ class Network:
         self._ip(f"link set p{node} {'up' if plugged else 'down'}", self.switch)
 
     def counters(self) -> list[Counters]:
-        """Read at the switch, in one command: what a port received its node has sent, and the reverse."""
+        """Read at the switch with one command: what a port received, its node has sent, and vice versa."""
         text = command([*self.prefix, "ip", "-n", self.switch, "-s", "-j", "link", "show"])
         ports = {link["ifname"]: link["stats64"] for link in json.loads(text)}
         found = []
@@ -300,7 +298,7 @@ class Network:
 
 
 def list_namespaces(prefix: list[str] | None = None) -> list[str]:
-    """The names that `ip netns` knows."""
+    """The names of all network namespaces."""
     text = command([*(prefix or []), "ip", "netns", "list"])
     return [line.split()[0] for line in text.splitlines() if line.strip()]
 

@@ -1,5 +1,5 @@
-"""What a user would pick instead: torch's own hooks, and two as they are commonly written."""
-# No postponed annotations here: DDP checks those of a hook, and texts do not pass.
+"""DDP communication hooks to compare with: torch's own, and two as commonly written."""
+# No postponed annotations: DDP checks a hook's annotations and rejects strings.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 
 ONE_BUCKET_MB = 1 << 20
-"""PowerSGD issues collectives from callbacks of others: on gloo, two buckets would meet in any order and never end."""
+"""PowerSGD issues collectives from callbacks: on gloo, the order of two buckets may differ between ranks and deadlock."""
 
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A communication hook, what makes its state, and what its DDP must look like."""
+    """A communication hook, the factory of its state, and its requirements on DDP."""
 
     hook: Hook
     state: Callable[[], Any] = lambda: None
@@ -29,26 +29,26 @@ class Peer:
 
 
 def noop(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Sends nothing: what is left of a step is DDP itself, and of the traffic what is not gradients."""
+    """Sends nothing: the rest is DDP's own step time, and traffic other than gradients."""
     future = Future[torch.Tensor]()
     future.set_result(bucket.buffer())
     return future
 
 
 def bf16(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
-    """torch's hook. DDP refuses it by name where there is no NCCL, though gloo can add bfloat16."""
+    """torch's hook. DDP rejects it by name without NCCL, although gloo can add bfloat16."""
     return bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
 
 @dataclass
 class Feedback:
-    """What was not sent, by bucket. Buckets change after the first step: what was kept until then is dropped."""
+    """Residuals by bucket. DDP rebuilds buckets after the first step, which drops the residuals."""
 
     density: float = 1.0
     kept: dict[int, Tensor] = field(default_factory=dict)
 
     def add_to(self, bucket: GradBucket) -> Tensor:
-        """The gradient of this bucket and what is owed to it, in the bucket's own memory."""
+        """Add the residual to the gradient, in the bucket's memory."""
         gradient = bucket.buffer()
         kept = self.kept.get(bucket.index())
         if kept is not None and kept.numel() == gradient.numel():
@@ -59,13 +59,8 @@ class Feedback:
         self.kept[bucket.index()] = rest
 
 
-def int8(state: Feedback, bucket: GradBucket) -> Future[torch.Tensor]:
-    """One scale a bucket, 8 bits a value, gathered and added by every rank; the rounding is kept."""
-    gradient = state.add_to(bucket)
-    scale = (gradient.abs().max() / 127.0).clamp_min(1e-30)
-    codes = torch.round(gradient / scale).to(torch.int8)
-    state.keep(bucket, gradient - codes * scale)
-    message = torch.cat([codes.view(torch.uint8), scale.reshape(1).view(torch.uint8)])
+def _gather(gradient: Tensor, message: Tensor, add: Callable[[Tensor, int], object]) -> Future[torch.Tensor]:
+    """Gather all messages, then call `add(message, world)` for each on a cleared gradient."""
     world = dist.get_world_size()
     everyone = message.new_empty(world * message.numel())
 
@@ -73,7 +68,7 @@ def int8(state: Feedback, bucket: GradBucket) -> Future[torch.Tensor]:
         future.value()
         gradient.zero_()
         for part in everyone.view(world, -1):
-            gradient.add_(part[:-4].view(torch.int8) * (part[-4:].clone().view(torch.float32) / world))
+            add(part, world)
         return gradient
 
     gathered = dist.all_gather_into_tensor(everyone, message, async_op=True)
@@ -81,8 +76,22 @@ def int8(state: Feedback, bucket: GradBucket) -> Future[torch.Tensor]:
     return result
 
 
+def int8(state: Feedback, bucket: GradBucket) -> Future[torch.Tensor]:
+    """One scale per bucket, 8 bits per value, gathered and added by every rank; the rounding error is the residual."""
+    gradient = state.add_to(bucket)
+    scale = (gradient.abs().max() / 127.0).clamp_min(1e-30)
+    codes = torch.round(gradient / scale).to(torch.int8)
+    state.keep(bucket, gradient - codes * scale)
+    message = torch.cat([codes.view(torch.uint8), scale.reshape(1).view(torch.uint8)])
+
+    def add(part: Tensor, world: int) -> None:
+        gradient.add_(part[:-4].view(torch.int8) * (part[-4:].clone().view(torch.float32) / world))
+
+    return _gather(gradient, message, add)
+
+
 def topk(state: Feedback, bucket: GradBucket) -> Future[torch.Tensor]:
-    """The largest values of a bucket with their indices (32 bits each), gathered and added by every rank; the rest is kept."""
+    """The largest values of a bucket with indices (32 bits each), gathered and added by every rank; the rest is kept."""
     gradient = state.add_to(bucket)
     count = max(1, int(gradient.numel() * state.density))
     indices = torch.topk(gradient.abs(), count, sorted=False).indices
@@ -91,19 +100,11 @@ def topk(state: Feedback, bucket: GradBucket) -> Future[torch.Tensor]:
     rest[indices] = 0.0
     state.keep(bucket, rest)
     message = torch.cat([indices.to(torch.int32), values.view(torch.int32)])
-    world = dist.get_world_size()
-    everyone = message.new_empty(world * message.numel())
 
-    def decode(future: Future[Any]) -> Tensor:
-        future.value()
-        gradient.zero_()
-        for part in everyone.view(world, -1):
-            gradient.index_add_(0, part[:count], part[count:].view(torch.float32), alpha=1.0 / world)
-        return gradient
+    def add(part: Tensor, world: int) -> None:
+        gradient.index_add_(0, part[:count], part[count:].view(torch.float32), alpha=1.0 / world)
 
-    gathered = dist.all_gather_into_tensor(everyone, message, async_op=True)
-    result: Future[Tensor] = gathered.get_future().then(decode)
-    return result
+    return _gather(gradient, message, add)
 
 
 def _powersgd(rank: int) -> Peer:

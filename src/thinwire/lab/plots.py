@@ -1,4 +1,4 @@
-"""Files with curves, for those who have matplotlib."""
+"""Plot files, drawn with matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def hindrance(path: Path) -> str | None:
-    """Why nothing can be drawn to this file, to be asked before the work whose result it shows."""
+    """The reason why a plot cannot be drawn to this file, checked before the benchmark runs."""
     if path.suffix.lower() not in SUFFIXES:
-        return f"{str(path)!r} is not drawn: its name ends in none of {', '.join(SUFFIXES)}"
+        return f"{str(path)!r} cannot be drawn: its name must end in one of {', '.join(SUFFIXES)}"
     if find_spec("matplotlib") is None:
-        return f"{str(path)!r} is not drawn: a plot needs matplotlib (pip install 'thinwire[plot]')"
+        return f"{str(path)!r} cannot be drawn: plots need matplotlib (pip install 'thinwire[plot]')"
     return None
 
 
 @contextlib.contextmanager
 def figure(path: Path, width: float, height: float) -> Iterator[Any]:
-    """A matplotlib Figure of so many inches, which is written to the file afterwards. No window, no global state."""
+    """A matplotlib Figure of this size in inches, saved to the file afterwards. No window, no global state."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(width, height), layout="constrained")

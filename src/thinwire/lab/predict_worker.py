@@ -1,4 +1,4 @@
-"""One rank of `thinwire bench predict`: profiles a job, then runs random plans of it. Rank 0 prints what it finds as JSON."""
+"""A rank of `thinwire bench predict`: profiles a job, then runs random plans. Rank 0 prints results as JSON lines."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..frontends.profile import WATCHED, Profiling
-from ..frontends.wrap import wrap
+from ..auto.profiling import WATCHED, Profiling
+from ..ddp.wrap import wrap
+from ..engine.wire import Wire
 from ..planner.profile import Profile
 from .bench_predict import choose_plans
-from .farewell import leave
-from .step_worker import Contestant, Judge, say
+from .hard_exit import hard_exit
+from .step_worker import MethodRun, Visitor, say
 from .workloads import Workload, load
 
 
-def profile(work: Workload, judge: Judge, ddp: DistributedDataParallel, rate: str, budget: float) -> Profile:
-    """Some steps of plain DDP, watched, and the measurements after them."""
-    contestant = Contestant(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), None)
+def profile(work: Workload, visitor: Visitor, ddp: DistributedDataParallel, rate: str, budget: float) -> Profile:
+    """Observe a few steps of plain DDP, then measure."""
+    run = MethodRun(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), None)
     profiling = Profiling(ddp)
-    judge.visit(contestant, WATCHED)
+    visitor.visit(run, WATCHED)
     found = profiling.measure(budget=budget, model=work.name, rate=rate)
     profiling.close()
     return found
@@ -45,26 +46,27 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     work = load(options.workload)
-    judge = Judge(work, [], os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
+    visitor = Visitor(work, [], os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
     native = DistributedDataParallel(work.model(), gradient_as_bucket_view=True)
 
-    judge.visit(Contestant(native, torch.optim.SGD(native.parameters(), lr=0.01), None), 3)
-    found = profile(work, judge, native, options.rate, options.budget)
+    visitor.visit(MethodRun(native, torch.optim.SGD(native.parameters(), lr=0.01), None), 3)
+    found = profile(work, visitor, native, options.rate, options.budget)
     say(profile=msgspec.json.encode(found).decode())
-    contestants = []
+    runs = []
     for place, plan in enumerate(choose_plans(found, options.plans, options.seed)):
         say(plan=place, text=msgspec.json.encode(plan).decode())
         ddp, wire = wrap(work.model(), plan, gradient_as_bucket_view=True)
-        contestants.append(Contestant(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), wire))
-        judge.visit(contestants[-1], options.warm_up)
+        assert isinstance(wire, Wire)
+        runs.append(MethodRun(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), wire))
+        visitor.visit(runs[-1], options.warm_up)
         say(warm=place)
     gc.collect()
     gc.freeze()
     for round_ in range(options.rounds):
-        for place, contestant in enumerate(contestants):
-            said = judge.visit(contestant, options.steps)
-            say(round=round_, contestant=place, seconds=said["seconds"])
-    leave()
+        for place, run in enumerate(runs):
+            said = visitor.visit(run, options.steps)
+            say(round=round_, run=place, seconds=said["seconds"])
+    hard_exit()
 
 
 if __name__ == "__main__":

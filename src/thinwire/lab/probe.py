@@ -1,7 +1,7 @@
 """One end of a calibration: `python -I -S probe.py listen|connect ADDRESS PORT ROUNDS`, ROUNDS as JSON.
 
-A program of its own, out of the standard library only. A round is `[bytes, duplex, repeats]`; the connecting end
-prints for each the seconds of every repeat as JSON. Both ends read the same clock: they are on one machine.
+A stand-alone program that uses only the standard library. A round is `[bytes, duplex, repeats]`; the connecting end prints
+the seconds of every repeat as JSON, a line per round. Both ends read the same clock, since they are on one machine.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 
-SETTLE_SECONDS = 0.01  # between transfers: buckets fill up again, as they are when a step begins
+SETTLE_SECONDS = 0.01  # between transfers, so that token buckets are full, as at the start of a step
 
 
 def receive(connection: socket.socket, size: int, buffer: bytearray) -> float:
@@ -40,7 +40,7 @@ def hear(connection: socket.socket) -> tuple[float, float]:
 
 
 def one_way(connection: socket.socket, sends: bool, data: bytes, buffer: bytearray) -> float:
-    """Seconds from the first byte handed to the sender's kernel to the last one taken from the receiver's."""
+    """Seconds from the first byte passed to the sender's kernel to the last one read from the receiver's."""
     if not sends:
         tell(connection, 0, 0)
         tell(connection, receive(connection, len(data), buffer), 0)

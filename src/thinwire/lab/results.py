@@ -11,7 +11,7 @@ from typing import Any
 
 
 def result(command: str, rows: list[dict[str, Any]], summary: dict[str, Any]) -> dict[str, Any]:
-    """Seconds, bytes and ratios are numbers; a row has no nested values."""
+    """The content of a result file. Rows are flat; seconds, bytes and ratios are numbers."""
     versions = {"python": platform.python_version(), "kernel": platform.release()}
     for package in ("thinwire", "torch", "numba"):
         versions[package] = metadata.version(package)

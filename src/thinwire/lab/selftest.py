@@ -1,7 +1,7 @@
-"""What `thinwire selftest` checks, on real ranks and on the user's own backend: laws, order, errors, roll-back, resume.
+"""The checks of `thinwire selftest`, on real ranks and the user's backend: laws, order, errors, roll-back, resume.
 
-Every check is a function that all ranks run alike. It returns a few words, or raises `Failed` or anything else; the ranks then
-compare notes, so that all of them know of a failure on one.
+All ranks run every check. A check returns a short text, or raises `Failed` or any other exception; the ranks then exchange
+their results, so that a failure on one is known to all.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import CODECS, CodecState, GatheredCodec, Message, TopK, register
-from ..engine import words
+from ..comm import object_collectives
+from ..ddp.attach import attach
 from ..engine.exchange import Exchange
 from ..errors import AttachError, ExchangeError, ThinwireError
-from ..frontends.attach import attach
 from ..log import logger, set_up
+from . import selftest_device
+from .selftest_device import Failed
 
 PATIENCE = timedelta(seconds=30)
 SHAPES = {"kernel": (24, 16, 3, 3), "matrix": (96, 80), "bias": (80,), "vector": (5000,)}
 STEPS = 6
 
 
-class Failed(Exception):
-    """A check found something that must not be."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How one check ended: what it found, or, rank by rank, what is wrong."""
+    """The result of a check: a summary, or the failures by rank."""
 
     name: str
     good: bool
@@ -45,9 +43,9 @@ class Outcome:
 
 
 def run(tell: Callable[[Outcome], None]) -> list[Outcome]:
-    """All checks, one after the other; `tell` is called after each. Every rank must call it alike."""
+    """Run all checks, calling `tell` after each. All ranks must call this."""
     set_up()
-    logger.setLevel(logging.WARNING)  # what is compressed and how, in every check, is of no interest here
+    logger.setLevel(logging.WARNING)  # hides the decisions that `attach` logs
     outcomes = []
     for name, check in _checks():
         begun = time.monotonic()
@@ -56,7 +54,7 @@ def run(tell: Callable[[Outcome], None]) -> list[Outcome]:
         except Exception as error:
             text = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
             mine = {"good": False, "text": text[:2000]}
-        everyone = words.gather(mine, None)
+        everyone = object_collectives.gather(mine, None)
         bad = [f"rank {rank}: {theirs['text']}" for rank, theirs in enumerate(everyone) if not theirs["good"]]
         outcomes.append(Outcome(name, not bad, "; ".join(bad) or mine["text"], time.monotonic() - begun))
         tell(outcomes[-1])
@@ -82,7 +80,7 @@ def _checks() -> list[tuple[str, Callable[[], str]]]:
 
 
 def laws_of(text: str) -> str:
-    """Nothing is lost, and all ranks hold the same bits."""
+    """Sent + residual equals input, and results are identical on all ranks."""
     exchange = Exchange(_tensors(0), text, timeout=PATIENCE)
     worst = 0.0
     try:
@@ -102,18 +100,18 @@ def laws_of(text: str) -> str:
         density = exchange.stats()["groups"]
     finally:
         exchange.close()
-    # Casts have no residual: what they round away is gone, which they say. Sums of 16-bit values round on their way.
-    codec = exchange.method.parts[0].codec
+    # Casts have no residual, so their rounding error is lost by design. Sums of 16-bit values round too.
+    codec = exchange.strategy.assignments[0].codec
     narrow = getattr(codec, "values", "fp32") != "fp32" and not isinstance(codec, GatheredCodec)
     allowed = 0.01 if narrow or text.startswith("cast") else 1e-5
     if worst > allowed:
-        raise Failed(f"{worst:.2g} of what was given is neither sent nor kept")
+        raise Failed(f"{worst:.2g} of the input is neither sent nor in the residual")
     return f"{STEPS} steps, {len(density)} groups, largest loss {worst:.1g}"
 
 
 def _left(exchange: Exchange) -> dict[str, Tensor]:
-    assert exchange.runner is not None
-    return {name: residual.double() for name, residual in exchange.runner.members[0].residuals.named()}
+    assert exchange.executor is not None
+    return {name: residual.double() for name, residual in exchange.executor.rank_states[0].residuals.named()}
 
 
 def _tensors(step: int) -> dict[str, Tensor]:
@@ -122,7 +120,7 @@ def _tensors(step: int) -> dict[str, Tensor]:
 
 
 def _same(tensors: dict[str, Tensor], where: str) -> None:
-    """The same bits on all ranks."""
+    """Raise `Failed` unless the tensors are identical on all ranks."""
     mine = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()]).view(torch.int32)
     least, most = mine.clone(), mine.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
@@ -158,7 +156,7 @@ def _train(ddp: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> li
 
 
 def training() -> str:
-    """A model learns, and stays the same on all ranks."""
+    """A model learns and stays identical on all ranks."""
     said = []
     for codec in ("topk(density=0.05)", "micro(density=0.05)"):
         ddp = DistributedDataParallel(_model(), bucket_cap_mb=0.02)
@@ -174,7 +172,7 @@ def training() -> str:
 
 
 def order() -> str:
-    """Two models in one backward, ready in another order on every rank."""
+    """Two models in one backward pass, completed in a different order on every rank."""
     groups = [dist.new_group(), dist.new_group()]
     modules = [
         DistributedDataParallel(_model(seed), bucket_cap_mb=0.02, process_group=group)
@@ -214,11 +212,11 @@ def roll_back() -> str:
     if exchange.skipped_last_step:
         raise Failed("the step after it is void too")
     exchange.close()
-    return "NaN and Inf on one rank: two steps void everywhere, residuals untouched, training goes on"
+    return "NaN and Inf on one rank: two steps void on all ranks, residuals unchanged, training continues"
 
 
 def resume() -> str:
-    """A job that goes on from a saved state makes the same bits as one that was never interrupted."""
+    """A job resumed from a saved state gives the same results as one that was not interrupted, bit for bit."""
     codecs = ("topk(density=0.05)", "micro(density=0.05)", "adacomp")
     for codec in codecs:
         exchange = Exchange(_tensors(0), codec, timeout=PATIENCE)
@@ -234,7 +232,7 @@ def resume() -> str:
         resumed.reduce_(found)
         resumed.close()
         if any(not torch.equal(found[name], tensor) for name, tensor in expected.items()):
-            raise Failed(f"{codec}: another result than without the interruption")
+            raise Failed(f"{codec}: the result differs from that without interruption")
     return f"the same bits: {', '.join(codecs)}"
 
 
@@ -242,7 +240,7 @@ def resume() -> str:
 
 
 def refusals() -> str:
-    """Ranks that mean different things are told so, all of them, before anything is sent."""
+    """Ranks with different arguments all get an error before anything is sent."""
     density = 0.5 if dist.get_rank() else 0.25
     try:
         Exchange(_tensors(0), TopK(density), timeout=PATIENCE)
@@ -257,7 +255,7 @@ def refusals() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Faulty(TopK):
-    """A codec with a defect on the last rank."""
+    """A codec that fails on the last rank."""
 
     step: int = 2
 
@@ -268,7 +266,7 @@ class Faulty(TopK):
 
 
 def errors() -> str:
-    """A failure on one rank is an error on all of them that says where; nothing hangs, and the wire stays closed."""
+    """A failure on one rank raises an error on all ranks that says where; nothing hangs, and the wire stays closed."""
     register("faulty_on_purpose", Faulty)
     exchange = Exchange(_tensors(0), Faulty(0.05), timeout=PATIENCE)
     del CODECS["faulty_on_purpose"]
@@ -290,11 +288,9 @@ def errors() -> str:
 
 
 def device() -> str:
-    """The experimental wire on GPUs, if every rank has one or can share one."""
-    facts = words.gather({"devices": torch.cuda.device_count() if torch.cuda.is_available() else 0}, None)
+    """The experimental wire on GPUs, if every rank has a GPU or can share one."""
+    facts = object_collectives.gather({"devices": torch.cuda.device_count() if torch.cuda.is_available() else 0}, None)
     if any(not fact["devices"] for fact in facts):
         without = [rank for rank, fact in enumerate(facts) if not fact["devices"]]
         return "CPU only: no CUDA device here" if len(without) == len(facts) else f"no CUDA device on ranks {without}"
-    from . import selftest_device
-
     return selftest_device.run()

@@ -1,6 +1,6 @@
-"""The check `device` of `thinwire selftest`: a short training on GPUs with the experimental wire, beside DDP alone.
+"""The check `device` of `thinwire selftest`: a short training on GPUs with the experimental wire, compared with plain DDP.
 
-It runs on any device, so that the tests run it on the CPU.
+It works on any device; the tests run it on the CPU.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..engine import words
+from ..comm import object_collectives
+from ..ddp.attach import attach, stream_wire
+from ..engine.ddp_module import parameters_of
 from ..engine.layout import describe
-from ..engine.method import Method
-from ..frontends.attach import attach, stream_wire
-from ..frontends.ddp import parameters_of
-from ..frontends.stream import StreamWire
+from ..engine.strategy import Strategy
+from ..experimental.stream import StreamWire
 
 STEPS = 12
 PATIENCE = timedelta(seconds=60)
 
 
+class Failed(Exception):
+    """A check of the self-test found a defect."""
+
+
 def run(device: torch.device | None = None, backend: str = "") -> str:
-    """All of it, on this rank's GPU, over NCCL if no two ranks share one. A collective."""
+    """Run the check on this rank's GPU, over NCCL if no two ranks share a GPU. A collective."""
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
         own = os.uname().nodename, torch.cuda.get_device_properties(device).uuid, dist.is_nccl_available()
-        everyone = words.gather([str(part) for part in own], None)
+        everyone = object_collectives.gather([str(part) for part in own], None)
         shared = len({tuple(theirs) for theirs in everyone}) < len(everyone)
         backend = "gloo" if shared or any(theirs[2] == "False" for theirs in everyone) else "nccl"
     group = dist.new_group(backend=backend, timeout=PATIENCE)
@@ -48,7 +52,7 @@ def run(device: torch.device | None = None, backend: str = "") -> str:
             losses = _trained(device, group, codec)
             if allowed is not None:
                 off = max(abs(mine - theirs) for mine, theirs in zip(losses, native, strict=True))
-                _judge(off <= allowed, f"{codec}: losses are up to {off:.3g} away from those of DDP alone")
+                _judge(off <= allowed, f"{codec}: losses differ by up to {off:.3g} from those of plain DDP")
         for codec in ("topk(density=0.05)", "randomblock(ratio=8)"):
             _roll_back(device, group, codec)
             _resume(device, group, codec)
@@ -72,13 +76,13 @@ def _wrapped(device: torch.device, group: dist.ProcessGroup, seed: int = 0) -> D
 def _attached(
     ddp: DistributedDataParallel, codec: str, scaler: torch.amp.GradScaler | None = None
 ) -> Iterator[StreamWire]:
-    """`attach`; elsewhere than on a GPU what it would do there."""
+    """`attach`, or on the CPU what it would do on a GPU."""
     if next(ddp.parameters()).is_cuda:
         wire = cast(StreamWire, attach(ddp, codec, scaler=scaler, min_elements=100, timeout=PATIENCE))
         assert isinstance(wire, StreamWire)
     else:
         tensors = [describe(name, parameter) for name, parameter in parameters_of(ddp).items()]
-        wire = stream_wire(ddp, Method.of(codec), tensors, scaler=scaler, min_elements=100, timeout=PATIENCE)
+        wire = stream_wire(ddp, Strategy.of(codec), tensors, scaler=scaler, min_elements=100, timeout=PATIENCE)
     try:
         yield wire
     finally:
@@ -97,7 +101,7 @@ def _backward(ddp: DistributedDataParallel, step: int, factor: float | Tensor = 
 
 
 def _trained(device: torch.device, group: dist.ProcessGroup, codec: str | None) -> list[float]:
-    """The losses of a short training; with a codec its laws are checked in every step."""
+    """The losses of a short training; with a codec, its laws are checked in every step."""
     ddp = _wrapped(device, group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     local: dict[str, Tensor] = {}
@@ -126,7 +130,7 @@ def _check(
     after: dict[str, Tensor],
     step: int,
 ) -> None:
-    """Nothing is lost, and all ranks hold the same bits."""
+    """Sent + residual equals input, and results are identical on all ranks."""
     problems = []
     for name, parameter in ddp.module.named_parameters():
         result = parameter.grad
@@ -136,7 +140,7 @@ def _check(
         dist.all_reduce(sent, group=ddp.process_group)
         off = float((sent / ddp.process_group.size() - result.double()).abs().max())
         if not off <= (1e-2 if codec == "cast" else 1e-5):
-            problems.append(f"{codec}, step {step}: {off:.2g} of {name} is neither sent nor kept")
+            problems.append(f"{codec}, step {step}: {off:.2g} of {name} is neither sent nor in the residual")
         least, most = result.contiguous().view(torch.int32).clone(), result.contiguous().view(torch.int32).clone()
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=ddp.process_group)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ddp.process_group)
@@ -163,7 +167,7 @@ def _roll_back(device: torch.device, group: dist.ProcessGroup, codec: str) -> No
 
 
 def _resume(device: torch.device, group: dist.ProcessGroup, codec: str) -> None:
-    """A job that goes on from a saved state keeps what one that was never interrupted keeps."""
+    """A job resumed from a saved state has the same residuals as one that was not interrupted."""
     ddp = _wrapped(device, group)
     state: dict[str, Any] = {}
     with _attached(ddp, codec) as wire:
@@ -178,13 +182,11 @@ def _resume(device: torch.device, group: dist.ProcessGroup, codec: str) -> None:
         for step in range(3, 5):
             _backward(ddp, step)
         same = all(torch.equal(expected[name], left) for name, left in wire.residuals().items())
-        _judge(same, f"{codec}: a resumed job keeps something else than one that went on")
+        _judge(same, f"{codec}: residuals of a resumed job differ from those without interruption")
 
 
 def _judge(good: bool, problem: str) -> None:
-    """Raise on all ranks if it is not good on one of them: a rank that went on alone would wait for the others."""
-    from .selftest import Failed
-
-    bad = [(rank, text) for rank, text in enumerate(words.gather("" if good else problem, None)) if text]
+    """Raise `Failed` on all ranks if it is not good on one, since a rank that continued alone would hang."""
+    bad = [(rank, text) for rank, text in enumerate(object_collectives.gather("" if good else problem, None)) if text]
     if bad:
         raise Failed(f"rank {bad[0][0]}: {bad[0][1]}")

@@ -1,8 +1,8 @@
-"""Signals while a cluster is up: they must end the program, but not on the spot.
+"""Signal handling while a cluster is up, so that termination cleans up.
 
-SIGTERM and SIGHUP would leave everything behind. Instead they raise SystemExit in the main thread, and the program
-unwinds through `Cluster.__exit__` or atexit; Ctrl-C raises KeyboardInterrupt, as ever. Handlers of the program's own
-stay as they are: it knows better. When the last cluster is down everything is as it was.
+SIGTERM and SIGHUP would skip all cleanup. Instead they raise SystemExit in the main thread, and the program unwinds through
+`Cluster.__exit__` or atexit; Ctrl-C raises KeyboardInterrupt as usual. Handlers installed by the program are not replaced.
+The previous handlers are restored when the last cluster is down.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def unwatch(cluster: object) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Holds signals back until the end of the block: a second Ctrl-C must not stop the clean-up after the first."""
+    """Defer signals until the end of the block: a second Ctrl-C must not interrupt the cleanup after the first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""One rank of `thinwire bench step`: every method in this process, visited in turn.
+"""A rank of `thinwire bench step`: runs all methods in one process, in turn.
 
-Each method has its own copy of the model, its own DDP and its own optimizer. They warm up one after the other. Then all ranks
-visit all methods, round by round; after every visit rank 0 prints what it found as one JSON line. Ranks agree on a control
-group of their own, outside what is timed.
+Each method has its own copy of the model, DDP and optimizer. They warm up one after the other. Then all ranks visit all
+methods, round by round; after every visit rank 0 prints its measurements as one JSON line. Ranks synchronize on a separate
+process group, outside timed sections.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 
+from ..ddp.wire import DDPWire
 from ..engine.wire import Wire
-from ..frontends.auto import AutoWire
 from .bench_step import BASE, name_and_size, sizes_of
-from .farewell import leave
-from .methods import updates_of
+from .hard_exit import hard_exit
+from .method_spec import parse_updates
 from .peers import ONE_BUCKET_MB, PEERS
 from .workloads import Workload, load
 
 PLAIN_WARM_UP = 5
 UNCOUNTED = 1
-"""Steps at the beginning of a visit that are not timed: they find the caches full of what another method worked with, as no
-step of a job does that has its machine to itself."""
+"""Untimed steps at the start of a visit, which begin with caches full of another method's data, unlike steps of a real job."""
 
 
 @dataclass
-class Contestant:
-    """One method in its training loop."""
+class MethodRun:
+    """A method in its training loop."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -53,18 +52,18 @@ class Contestant:
 
     @property
     def steps_of_wire(self) -> int:
-        """Steps that its traffic belongs to: local updates also take some without any."""
+        """Number of steps that the traffic covers; local updates also count steps without an exchange."""
         if isinstance(self.optimizer, thinwire.LocalUpdates):
             return self.optimizer.steps
-        return self.wire.runner.statistics.steps if self.wire is not None and self.wire.runner is not None else 0
+        return self.wire.executor.statistics.steps if self.wire is not None and self.wire.executor is not None else 0
 
     def uncounted(self, steps: int) -> int:
-        """How many steps a visit of so many begins with: each step of a period is to be counted in its turn."""
+        """Untimed steps before `steps` timed ones, such that visits cover all phases of a period in turn."""
         period = self.optimizer.period if isinstance(self.optimizer, thinwire.LocalUpdates) else 1
         return next(count for count in itertools.count(UNCOUNTED) if math.gcd(count + steps, period) == 1)
 
     def step(self, work: Workload, rank: int) -> tuple[float, float]:
-        """Forward, backward and optimizer; its seconds, and those of the processor in all threads."""
+        """Forward, backward and optimizer; returns wall seconds and CPU seconds of all threads."""
         batch = work.batch(self.steps, rank)
         self.steps += 1
         begun, cpu = time.perf_counter(), time.process_time()
@@ -76,18 +75,18 @@ class Contestant:
 
 def make(
     method: str, work: Workload, bucket_mb: float | None, bucket_view: bool = True, momentum: float = 0.0
-) -> Contestant:
-    """`method` is a name of `bench_step`, or the text of a codec; `@4` after it gives DDP buckets of 4 MB.
+) -> MethodRun:
+    """`method` is a name of `bench_step`, or the text of a codec; the suffix `@4` sets DDP buckets of 4 MB.
 
-    `@1/25/8` gives each bucket its own size.
+    `@1/25/8` sets the size of each bucket.
     """
     name, own = name_and_size(method)
     model = work.model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
-    updates = updates_of(name)
+    updates = parse_updates(name)
     if updates is not None:
         optimizer = thinwire.LocalUpdates(sgd, model, updates.codec, updates.feedback, updates.period)
-        return Contestant(model, optimizer, optimizer.exchange)
+        return MethodRun(model, optimizer, optimizer.exchange)
     wire: Wire | None = None
     module = model
     if name != "none":
@@ -101,17 +100,19 @@ def make(
         elif sizes:
             options["bucket_cap_mb_list"] = sizes  # fractions work
         if peer is None and name != BASE:
-            ddp, wire = thinwire.wrap(model, name, plan_file="", **options)
+            ddp, made = thinwire.wrap(model, name, plan_file="", **options)
+            assert isinstance(made, Wire)
+            wire = made
         else:
             ddp = DistributedDataParallel(model, **options)
         if peer is not None:
             ddp.register_comm_hook(peer.state(), peer.hook)
         module = ddp
-    return Contestant(module, sgd, wire)
+    return MethodRun(module, sgd, wire)
 
 
 def sent(interface: str) -> tuple[int, int]:
-    """Bytes and packets that this node has sent, as the kernel counted them on its interface."""
+    """Bytes and packets sent by this node, from the counters of its interface."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
@@ -120,44 +121,44 @@ def sent(interface: str) -> tuple[int, int]:
     return 0, 0
 
 
-def handed_over(contestant: Contestant) -> tuple[float, float, float]:
-    """Steps so far, bytes that this rank has handed to collectives in them, and what these should have put on its link."""
-    wire = contestant.wire
-    if wire is None or wire.runner is None:
+def handed_over(run: MethodRun) -> tuple[float, float, float]:
+    """Totals of this rank: steps, bytes passed to collectives, and their expected traffic on its link."""
+    wire = run.wire
+    if wire is None or wire.executor is None:
         return 0, 0, 0
-    statistics = wire.runner.statistics
+    statistics = wire.executor.statistics
     traffic = sum(size for group in statistics.groups for scope, size in group.traffic.items() if scope != "intra")
-    return contestant.steps_of_wire, statistics.bytes, traffic
+    return run.steps_of_wire, statistics.bytes, traffic
 
 
-class Judge:
-    """Visits methods and agrees with the other ranks on what was seen."""
+class Visitor:
+    """Visits methods and combines the measurements of all ranks."""
 
-    def __init__(self, work: Workload, contestants: list[Contestant], interface: str) -> None:
-        self.work, self.contestants, self.interface = work, contestants, interface
+    def __init__(self, work: Workload, runs: list[MethodRun], interface: str) -> None:
+        self.work, self.runs, self.interface = work, runs, interface
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.control = dist.new_group()
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 
-    def visit(self, contestant: Contestant, steps: int) -> dict[str, Any]:
-        """Some steps of one method, after uncounted ones. Seconds are those of the slowest rank, the rest are means."""
+    def visit(self, run: MethodRun, steps: int) -> dict[str, Any]:
+        """Time `steps` steps of a method after untimed ones. Seconds are those of the slowest rank, the rest are means."""
         seconds, cpu = [], 0.0
-        for _ in range(contestant.uncounted(steps)):
-            contestant.step(self.work, self.rank)
-        before = handed_over(contestant)
+        for _ in range(run.uncounted(steps)):
+            run.step(self.work, self.rank)
+        before = handed_over(run)
         self.barrier()
         bytes_before, packets_before = sent(self.interface)
         for _ in range(steps):
-            own, used = contestant.step(self.work, self.rank)
+            own, used = run.step(self.work, self.rank)
             cpu += used
             slowest = torch.tensor(own, dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.control)
             seconds.append(slowest.item())
         self.barrier()
         bytes_after, packets_after = sent(self.interface)
-        wire = [now - then for now, then in zip(handed_over(contestant), before, strict=True)]
+        wire = [now - then for now, then in zip(handed_over(run), before, strict=True)]
         numbers = [cpu, bytes_after - bytes_before, packets_after - packets_before, *wire]
         everyone = self._gather(torch.tensor(numbers, dtype=torch.float64))
         mean = everyone.mean(dim=0).tolist()
@@ -177,16 +178,16 @@ class Judge:
         return everyone.view(self.world, -1)
 
     def peak_memory(self) -> int:
-        """Bytes of the largest rank, all methods together."""
+        """Peak memory in bytes of the largest rank, with all methods."""
         mine = torch.tensor([1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss], dtype=torch.float64)
         return int(self._gather(mine).max())
 
 
 def keep_memory() -> None:
-    """Memory that a step frees stays with the process, where the C library is glibc.
+    """Keep freed memory in the process (glibc only).
 
-    Otherwise some methods get it back from the kernel in every step, page by page, and some never, as the heap happens to
-    lie: up to 7000 pages and 5 ms of a step of 210.
+    Otherwise, depending on the layout of the heap, some methods get memory back from the kernel in every step, page by page:
+    up to 7000 pages and 5 ms of a 210 ms step.
     """
     trim_threshold, mmap_threshold = -1, -3
     with contextlib.suppress(OSError, AttributeError):
@@ -205,8 +206,8 @@ def main() -> None:
     parser.add_argument("--workload", required=True)
     parser.add_argument("--methods", required=True, help="a JSON list")
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True, help="steps of a visit")
-    parser.add_argument("--warm-up", type=int, required=True, help="steps of each method before all others")
+    parser.add_argument("--steps", type=int, required=True, help="steps per visit")
+    parser.add_argument("--warm-up", type=int, required=True, help="steps of each method before measurements begin")
     parser.add_argument("--bucket-mb", type=float, default=None)
     parser.add_argument("--no-bucket-view", action="store_true", help="DDP copies gradients out of its buckets")
     parser.add_argument("--momentum", type=float, required=True)
@@ -216,26 +217,26 @@ def main() -> None:
     keep_memory()
     dist.init_process_group("gloo")
     work = load(options.workload)
-    contestants = []
+    runs = []
     for method in json.loads(options.methods):
-        contestants.append(make(method, work, options.bucket_mb, not options.no_bucket_view, options.momentum))
+        runs.append(make(method, work, options.bucket_mb, not options.no_bucket_view, options.momentum))
         say(made=method)
-    judge = Judge(work, contestants, os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
-    for place, contestant in enumerate(contestants):
-        # Thresholds and message sizes settle within tens of steps; without them there is only DDP's second step to wait for.
-        judge.visit(contestant, options.warm_up if contestant.wire else min(options.warm_up, PLAIN_WARM_UP))
+    visitor = Visitor(work, runs, os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
+    for place, run in enumerate(runs):
+        # Thresholds and message sizes settle within tens of steps; without a wire, only DDP's second step differs.
+        visitor.visit(run, options.warm_up if run.wire else min(options.warm_up, PLAIN_WARM_UP))
         say(warm=place)
-    # A collection in the middle of a step would meet one method and not another.
+    # A garbage collection during a step would affect one method and not another.
     gc.collect()
     gc.freeze()
     for round_ in range(options.rounds):
-        for place, contestant in enumerate(contestants):
-            say(round=round_, method=place, **judge.visit(contestant, options.steps))
-    for place, contestant in enumerate(contestants):
-        if isinstance(contestant.wire, AutoWire):
-            say(explained=contestant.wire.explain(), method=place)
-    say(peak_memory_bytes=judge.peak_memory())
-    leave()
+        for place, run in enumerate(runs):
+            say(round=round_, method=place, **visitor.visit(run, options.steps))
+    for place, run in enumerate(runs):
+        if isinstance(run.wire, DDPWire) and run.wire.tuner is not None:
+            say(explained=run.wire.explain(), method=place)
+    say(peak_memory_bytes=visitor.peak_memory())
+    hard_exit()
 
 
 if __name__ == "__main__":

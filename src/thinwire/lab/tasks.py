@@ -1,4 +1,4 @@
-"""Models and how to train them on public data: what `thinwire bench converge` compares methods on.
+"""Models and training recipes on public data, for `thinwire bench converge`.
 
 | name             | model                                                    | parameters | metric   |
 |------------------|----------------------------------------------------------|------------|----------|
@@ -36,7 +36,7 @@ SCHEDULES = ("cosine", "steps", "constant")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained. `batch` is that of all workers together, so that their number does not change the task."""
+    """How a model is trained. `batch` is that of all workers together, so their number does not change the task."""
 
     lr: float
     batch: int
@@ -45,11 +45,11 @@ class Recipe:
     momentum: float = 0.9
     weight_decay: float = 0.0
     clip: float | None = None
-    """Largest norm of a worker's own gradient, before anything is added to it that was not sent earlier."""
+    """Largest norm of a worker's gradient, before the residual is added."""
     schedule: str = "cosine"
-    """cosine: to zero; steps: a tenth from half of the steps on, a hundredth from three quarters on; constant."""
+    """cosine: decay to zero; steps: a tenth after half of the steps, a hundredth after three quarters; constant."""
     warm_up: int = 0
-    """Steps in which the learning rate rises to its value."""
+    """Steps of linear learning rate warm-up."""
 
     def rate_at(self, step: int) -> float:
         """The learning rate of a step."""
@@ -63,9 +63,9 @@ class Recipe:
         return self.lr * 0.5 * (1.0 + math.cos(math.pi * done))
 
     def make(self, parameters: Iterable[Tensor], corrected: float = 0.0) -> torch.optim.Optimizer:
-        """`corrected` is momentum that the codec applies itself: the optimizer then has none.
+        """`corrected` is momentum applied by the codec: the optimizer then has none.
 
-        Weight decay does not pass through the codec, so it gets by its size what momentum would have made of it.
+        Weight decay does not pass through the codec, so it is scaled by the factor that momentum would have contributed.
         """
         if self.optimizer == "adamw":
             return torch.optim.AdamW(parameters, lr=self.lr, betas=(0.9, 0.99), weight_decay=self.weight_decay)
@@ -86,12 +86,12 @@ class Task:
     test: Samples
     recipe: Recipe
     own_loss: bool = False
-    """Whether the model is given the targets too, and returns the loss of each."""
+    """Whether the model takes the targets too and returns the loss of each."""
     layout: torch.memory_format = torch.contiguous_format
-    """Of weights in memory, where the training loop is free to choose: convolutions are a third faster in the right one."""
+    """Memory format of weights; convolutions are a third faster with channels-last."""
 
     def model(self, seed: int) -> nn.Module:
-        """The model with its first weights. The global random state stays as it is."""
+        """The model with its initial weights. The global random state is not changed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.build()
@@ -107,7 +107,7 @@ class Task:
         return self._losses(model, batch)[0].mean()
 
     def _losses(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Of each target; and the outputs [targets, classes], if the model has any."""
+        """The loss of each target, and the outputs [targets, classes] if the model has any."""
         inputs, targets = batch
         if self.own_loss:
             return model(inputs, targets), None
@@ -119,7 +119,7 @@ class Task:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> tuple[float, float]:
-        """Mean loss and metric on all test data. The model's mode is as before afterwards."""
+        """Mean loss and metric on all test data. The training mode of the model is restored."""
         training = model.training
         model.eval()
         loss, right, count = 0.0, 0, 0
@@ -173,7 +173,7 @@ class CharLSTM(nn.Module):
 
 
 class WordLSTM(nn.Module):
-    """Words (batch, length) and those that follow to the loss of each; rare words share a cheaper part of the softmax."""
+    """Words (batch, length) and next words to the loss of each; rare words use a cheaper part of the softmax."""
 
     def __init__(self, vocabulary: int, width: int = 128, hidden: int = 256) -> None:
         super().__init__()
@@ -212,8 +212,8 @@ def _mnist(data: Path) -> Task:
 def _cifar(data: Path) -> Task:
     mean, std = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
     train, test = datasets.images(data / "cifar10.npz", mean, std, flips=True)
-    # Dense training gets as far with batches of 128 and four times the learning rate. What a codec holds back waits for a
-    # number of steps, so small steps lose less by it.
+    # Dense training converges equally with batches of 128 and four times the learning rate. Residuals are delayed by a
+    # number of steps, so smaller steps lose less.
     recipe = Recipe(lr=0.025, batch=32, steps=0, weight_decay=5e-4, warm_up=100)
     return Task("cifar-resnet", "accuracy", resnet8, train, test, recipe, layout=torch.channels_last)
 
@@ -237,7 +237,7 @@ def _wikitext(data: Path) -> Task:
 
 
 EPOCHS = {"mnist-cnn": 3, "cifar-resnet": 8}
-"""Of tasks whose recipe has no number of steps."""
+"""Default epochs of tasks whose recipe has no number of steps."""
 
 TASKS: dict[str, Callable[[Path], Task]] = {
     "mnist-cnn": _mnist,

@@ -1,6 +1,6 @@
-"""One rank of a training job on the lab: `python -m thinwire.lab.train --method fp32|CODEC --steps N`.
+"""A rank of a training job on the emulated cluster: `python -m thinwire.lab.train --method fp32|CODEC --steps N`.
 
-Ordinary DDP and one line for thinwire. Progress goes to standard output as JSON lines, from rank 0.
+Plain DDP and one line for thinwire. Rank 0 prints progress as JSON lines on standard output.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 
-from ..frontends.auto import AutoWire
-from .farewell import leave
+from ..ddp.wire import DDPWire
+from .hard_exit import hard_exit
 from .workloads import load
 
 TRACED = 20
-"""Steps in the middle of the run, for the timeline of a report."""
+"""Number of steps in the middle of the run to trace for the report."""
 
 
 def main() -> None:
@@ -62,12 +62,12 @@ def main() -> None:
     if rank == 0 and wire is not None:
         stats = wire.stats()
         numbers = {key: stats.get(key) for key in ("steps", "bytes_per_step", "residual_norm")}
-        if isinstance(wire, AutoWire):
+        if isinstance(wire, DDPWire) and wire.tuner is not None:
             numbers["explained"] = wire.explain()
         print(json.dumps({"stats": numbers}), flush=True)
     if wire is not None:
         wire.close()
-    leave()
+    hard_exit()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models to train on the lab: ordinary PyTorch, small enough for one core, with gradients that are not.
+"""Models to train on the emulated cluster: plain PyTorch, small enough for one core, with large gradients.
 
 | name   | model                                    | parameters | what it stresses                                |
 |--------|------------------------------------------|------------|-------------------------------------------------|
@@ -12,8 +12,8 @@
     model = work.model()
     work.loss(model, work.batch(step=0, rank=3)).backward()
 
-Every batch follows from (seed, step, rank). Generated data can be learned: text is a random walk over a fixed table of
-successors, an image is the pattern of its class and noise.
+Batches depend only on (seed, step, rank). Generated data can be learned: text is a random walk over a fixed table of
+successors, an image is the pattern of its class plus noise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Workload:
     seed: int = 0
 
     def model(self) -> nn.Module:
-        """The model with its first weights, the same on every rank. The global random state stays as it is."""
+        """The model with its initial weights, the same on every rank. The global random state is not changed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return self.build()
@@ -65,7 +65,7 @@ def load(name: str, data: str | Path | None = None, batch_size: int | None = Non
     check(name)
     build, source, size = _WORKLOADS[name]
     if data is not None and source is not _words and source is not _bytes:
-        raise LabError(f"workload {name!r} has generated images and reads no file: leave {str(data)!r} out")
+        raise LabError(f"workload {name!r} has generated images and reads no file: omit {str(data)!r}")
     path = None if data is None else Path(data)
     return Workload(name, build, source(path, batch_size or size, seed), seed)
 
@@ -79,7 +79,7 @@ def check(name: str) -> None:
 
 
 def _text(tokens: Tensor, batch_size: int, length: int) -> Callable[[torch.Generator], Batch]:
-    """Random pieces of a text, and the same moved by one token: the next one is to be predicted."""
+    """Random pieces of a text, and the same shifted by one token, for next-token prediction."""
     if len(tokens) < length + 2:
         raise LabError(f"a text of {len(tokens)} tokens is too short: pieces have {length + 1}")
 
@@ -92,7 +92,7 @@ def _text(tokens: Tensor, batch_size: int, length: int) -> Callable[[torch.Gener
 
 
 def _walk(vocabulary: int, length: int, seed: int) -> Tensor:
-    """Tokens of which each is followed by one of four others, small numbers being common, as words are in a text."""
+    """Tokens that are each followed by one of four others, with skewed frequencies like words in a text."""
     generator = torch.Generator().manual_seed(seed)
     successors = (vocabulary * torch.rand(vocabulary, 4, generator=generator) ** 3).long().tolist()
     choices = torch.randint(4, (length,), generator=generator).tolist()
@@ -113,7 +113,7 @@ def _words(path: Path | None, batch_size: int, seed: int) -> Callable[[torch.Gen
     else:
         words = _read(path).decode(errors="replace").split()
         common = Counter(words).most_common(LSTM.vocabulary - 1)
-        number = {word: index + 1 for index, (word, _) in enumerate(common)}  # 0 is any rarer word
+        number = {word: index + 1 for index, (word, _) in enumerate(common)}  # 0: all rarer words
         tokens = torch.tensor([number.get(word, 0) for word in words])
     draw = _text(tokens, batch_size, length=32)
 
@@ -170,7 +170,7 @@ class GPT(nn.Module):
 
 
 class LSTM(nn.Module):
-    """A word model: reads many words, predicts the common ones. Tokens (batch, length) to logits (..., answers)."""
+    """A word model that reads a large vocabulary and predicts common words. Tokens (batch, length) to logits (..., answers)."""
 
     vocabulary = 30_000
     answers = 2_000

@@ -1,4 +1,4 @@
-"""The bytes on the wire: header, index codings, value codings. `docs/message-format.md` is the specification."""
+"""Message format: header, index codings, value codings. `docs/message-format.md` is the specification."""
 
 from thinwire.messages.header import (
     HEADER_BYTES,

@@ -1,4 +1,4 @@
-"""The sixteen bytes in front of every gathered message (`docs/message-format.md`, section "Header")."""
+"""The 16-byte header of every gathered message (`docs/message-format.md`, section "Header")."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LARGEST = 2**32 - 1
 
 
 class IndexCoding(IntEnum):
-    """How the places of the entries are written; the low nibble of the coding byte."""
+    """Encoding of the indices; the low nibble of the coding byte."""
 
     OPAQUE = 0  # the payload belongs to the codec
     BITMAP = 1
@@ -33,7 +33,7 @@ class IndexCoding(IntEnum):
 
 
 class ValueCoding(IntEnum):
-    """How the values of the entries are written; the high nibble of the coding byte."""
+    """Encoding of the values; the high nibble of the coding byte."""
 
     NONE = 0
     FP32 = 1
@@ -42,15 +42,15 @@ class ValueCoding(IntEnum):
 
     @property
     def bytes(self) -> int:
-        """Bytes that one value takes."""
+        """Bytes per value."""
         return (0, 4, 2, 2)[self]
 
 
 class Flag(IntFlag):
-    """What a rank tells all others beside its entries."""
+    """Flags that a rank sends with its entries."""
 
-    NONFINITE = 1  # this rank's gradient holds a NaN or an infinity: the step is off
-    CUT = 2  # something did not fit the capacity and stayed in the residual
+    NONFINITE = 1  # this rank's gradient holds a NaN or an infinity: the step is void
+    CUT = 2  # some entries exceeded the capacity and stayed in the residual
 
 
 _KNOWN_FLAGS = int(Flag.NONFINITE | Flag.CUT)
@@ -64,7 +64,7 @@ class Header:
     values: ValueCoding
     flags: Flag
     entries: int
-    wanted: int  # bytes that the rank would have liked to send; a request, decoders do not rely on it
+    wanted: int  # bytes of the uncut message; a request for capacity, decoders do not rely on it
     payload: int  # bytes after the header that belong to the message; the rest of the buffer is padding
 
 

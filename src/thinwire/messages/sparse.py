@@ -1,7 +1,6 @@
 """Sparse messages: entries (index, value) of a flat vector, packed into a buffer of fixed capacity and read back.
 
 Payload: the values first, so that they are aligned as the buffer is, then the indices in their smallest coding.
-Kernels are loaded at the first call: importing this module does not import Numba.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire import kernels
 from thinwire.errors import MessageCoding, MessageCount, MessageIndex, MessageLength
 from thinwire.messages.header import (
     HEADER_BYTES,
@@ -32,10 +32,9 @@ Floats: TypeAlias = NDArray[np.float32]
 Indices: TypeAlias = NDArray[np.int32]
 
 LARGEST_ELEMENTS = 2**31 - 1
-RICE_LIMIT = 16  # a quotient of this size or more is written as this many zeros and the gap itself
 RICE_LARGEST_PARAMETER = 31
 
-# Weyl sequence: after r rotations the starts lie evenly, whatever r is (64-bit golden ratio)
+# Weyl sequence (64-bit golden ratio): the starts of any number of rotations are evenly spread
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -74,13 +73,13 @@ def bound(elements: int, entries: int, values: ValueCoding) -> int:
 
 
 def expected(elements: int, entries: int, values: ValueCoding) -> int:
-    """Bytes, header included, to expect for `entries` random places: gaps are geometric.  For estimates."""
+    """Estimated bytes, header included, of `entries` random indices: gaps are geometric."""
     entries = min(entries, elements)
     index = 0.0
     if 0 < entries < elements:
         # the mean of gap // m is q**m / (1 - q**m), with q = 1 - density and m = 2**p
         logs = [math.log1p(-entries / elements) * 2**p for p in range(RICE_LARGEST_PARAMETER + 1)]
-        code = min(1 + p - math.exp(log) / math.expm1(log) for p, log in enumerate(logs))
+        code = min([1 + p - math.exp(log) / math.expm1(log) for p, log in enumerate(logs)])
         index = min(_ceil(elements, 8), 4 * entries, 1 + math.ceil(entries * code / 8))
     return HEADER_BYTES + entries * values.bytes + int(index)
 
@@ -119,12 +118,10 @@ def pack(
 
     indices int32 (k,), strictly ascending within [0, elements); values float32 (k,), or None with `ValueCoding.NONE`.
     What does not fit is one cyclic range of entries, as short as the coding allows, whose start moves with `rotation`:
-    when a share f of the entries fits, every place is sent at least once in any 3 / f successive rotations.  Not
+    when a share f of the entries fits, every position is sent at least once in any 3 / f successive rotations.  Not
     `finite`: only a header with the flag is written, and all entries count as cut.  Bytes of `buffer` after the
     message are left as they are.  Memory: five reads of the indices, one of the values, one write of the message.
     """
-    from thinwire.kernels.cpu import coding as kernels
-
     _check_flat("buffer", buffer, np.uint8)
     _check_flat("indices", indices, np.int32)
     if (values is None) != (coding is ValueCoding.NONE):
@@ -135,7 +132,7 @@ def pack(
             raise ValueError(f"values: {len(values)} for {len(indices)} indices")
     if not 0 <= elements <= LARGEST_ELEMENTS:
         raise ValueError(f"elements: {elements}, at most {LARGEST_ELEMENTS} can be indexed")
-    if not kernels.ascending(indices, elements):
+    if not kernels.coding.ascending(indices, elements):
         raise ValueError(f"indices: must ascend strictly within [0, {elements})")
     count, capacity = len(indices), len(buffer)
     if not finite:
@@ -164,20 +161,20 @@ def pack(
     write_header(buffer, Header(choice.index, coding, flags, entries, wanted, payload))
 
     if values is not None:
-        kernels.write_values(values, kept, int(coding), buffer, HEADER_BYTES)
+        kernels.coding.write_values(values, kept, int(coding), buffer, HEADER_BYTES)
     start, stop = HEADER_BYTES + entries * coding.bytes, HEADER_BYTES + payload
     if choice.index is IndexCoding.RICE:
         buffer[start] = choice.parameter
-        kernels.write_rice(indices, kept, choice.parameter, _width(elements), buffer, start + 1, stop)
+        kernels.coding.write_rice(indices, kept, choice.parameter, _width(elements), buffer, start + 1, stop)
     elif choice.index is IndexCoding.U32:
-        kernels.write_u32(indices, kept, buffer, start)
+        kernels.coding.write_u32(indices, kept, buffer, start)
     elif choice.index is IndexCoding.BITMAP:
-        kernels.write_bitmap(indices, kept, buffer, start, stop)
+        kernels.coding.write_bitmap(indices, kept, buffer, start, stop)
     return Packed(stop, wanted, entries, cut_start, cut_stop)
 
 
 def _mean_parameter(indices: Indices) -> int:
-    """floor(log2 of the mean gap): where the search for the best parameter begins, and what `bound` relies on."""
+    """floor(log2 of the mean gap): start of the search for the best parameter; `bound` relies on it."""
     count = len(indices)
     if count == 0:
         return 0
@@ -186,15 +183,13 @@ def _mean_parameter(indices: Indices) -> int:
 
 
 def _choose(indices: Indices, kept: Kept, elements: int, parameter: int) -> _Choice:
-    """The smallest index coding of the kept entries; of equal ones the one that is read fastest."""
-    from thinwire.kernels.cpu import coding as kernels
-
-    entries = sum(end - begin for begin, end in kept)
+    """The smallest index coding of the kept entries; among equal ones the fastest to decode."""
+    entries = sum([end - begin for begin, end in kept])
     if entries == elements:
         return _Choice(IndexCoding.ALL, 0, parameter)
     if entries == 0:
         return _Choice(IndexCoding.U32, 0, parameter)
-    parameter, bits = kernels.rice_parameter(indices, kept, parameter, _width(elements))
+    parameter, bits = kernels.coding.rice_parameter(indices, kept, parameter, _width(elements))
     choices = (
         _Choice(IndexCoding.BITMAP, _ceil(elements, 8), parameter),
         _Choice(IndexCoding.U32, 4 * entries, parameter),
@@ -205,31 +200,27 @@ def _choose(indices: Indices, kept: Kept, elements: int, parameter: int) -> _Cho
 
 def _room(indices: Indices, start: int, elements: int, room: int, coding: ValueCoding, parameter: int) -> int:
     """How many entries before position `start`, cyclic, fit `room` bytes in the coding that takes the most of them."""
-    from thinwire.kernels.cpu import coding as kernels
-
     if room < 0:
         return 0
     fits = room // (4 + coding.bytes)
     if coding.bytes and room >= _ceil(elements, 8):
         fits = max(fits, (room - _ceil(elements, 8)) // coding.bytes)
     bits = 8 * (room - 1)
-    return max(fits, kernels.rice_room(indices, start, bits, 8 * coding.bytes, parameter, _width(elements)))
+    return max(fits, kernels.coding.rice_room(indices, start, bits, 8 * coding.bytes, parameter, _width(elements)))
 
 
 def rounded(values: Floats, coding: ValueCoding, out: Floats) -> None:
-    """`out` is what the receiver will see of `values`, both float32 (k,); they may be the same array.
+    """`out` receives the values as decoded by the receiver, both float32 (k,); they may be the same array.
 
     fp16 and bf16 round to nearest, ties to even, and saturate at their largest finite value.
     """
-    from thinwire.kernels.cpu import coding as kernels
-
     _check_flat("values", values, np.float32)
     _check_flat("out", out, np.float32)
     if len(out) != len(values):
         raise ValueError(f"out: {len(out)} places for {len(values)} values")
     if coding is ValueCoding.NONE:
         raise ValueError("coding: NONE sends no values")
-    kernels.rounded(values, int(coding), out)
+    kernels.coding.rounded(values, int(coding), out)
 
 
 # --- read ------------------------------------------------------------------------------------------------------------
@@ -238,16 +229,14 @@ def rounded(values: Floats, coding: ValueCoding, out: Floats) -> None:
 def unpack(buffer: Bytes, elements: int, indices: Indices, values: Floats) -> Header:
     """Read the entries of the message in `buffer`, uint8, into the first places of `indices` and `values`.
 
-    indices int32, values float32, both with room for as many entries as may come.  Raises a `MessageError` for
-    whatever is wrong; the arrays may then be partly written, never beyond their ends.
+    indices int32, values float32, both at least as long as the number of entries.  Raises a `MessageError` for a
+    malformed message; the arrays may then be partly written, never beyond their ends.
     """
-    from thinwire.kernels.cpu import coding as kernels
-
     _check_flat("values", values, np.float32)
     header = _read_indices(buffer, elements, indices, with_values=True)
     if header.entries > len(values):
         raise MessageCount(f"entries: found {header.entries}, there is room for {len(values)} values")
-    kernels.read_values(buffer, HEADER_BYTES, header.entries, int(header.values), values)
+    kernels.coding.read_values(buffer, HEADER_BYTES, header.entries, int(header.values), values)
     return header
 
 
@@ -261,49 +250,45 @@ def add_into(buffer: Bytes, out: Floats, scale: float) -> Header:
 
     The product is rounded to float32 before it is added.  Raises as `unpack`; `out` may then be partly changed.
     """
-    from thinwire.kernels.cpu import coding as kernels
-
     _check_flat("out", out, np.float32)
     header, start = _checked(buffer, len(out), with_values=True)
     stop = HEADER_BYTES + header.payload
     entries, coding, factor = header.entries, int(header.values), np.float32(scale)
-    outcome: Outcome = (kernels.GOOD, 0, 0)
+    outcome: Outcome = (kernels.coding.GOOD, 0, 0)
     if header.index is IndexCoding.RICE:
         parameter, width = _parameter(buffer, start), _width(len(out))
-        outcome = kernels.add_rice(
+        outcome = kernels.coding.add_rice(
             buffer, start + 1, stop, parameter, width, entries, HEADER_BYTES, coding, factor, out
         )
     elif header.index is IndexCoding.U32:
-        outcome = kernels.add_u32(buffer, start, entries, HEADER_BYTES, coding, factor, out)
+        outcome = kernels.coding.add_u32(buffer, start, entries, HEADER_BYTES, coding, factor, out)
     elif header.index is IndexCoding.BITMAP:
-        outcome = kernels.add_bitmap(buffer, start, stop, entries, HEADER_BYTES, coding, factor, out)
+        outcome = kernels.coding.add_bitmap(buffer, start, stop, entries, HEADER_BYTES, coding, factor, out)
     else:
-        kernels.add_all(buffer, HEADER_BYTES, coding, factor, out)
-    if outcome[0] != kernels.GOOD:
+        kernels.coding.add_all(buffer, HEADER_BYTES, coding, factor, out)
+    if outcome[0] != kernels.coding.GOOD:
         _refuse(outcome, header, len(out))
     return header
 
 
 def _read_indices(buffer: Bytes, elements: int, indices: Indices, with_values: bool) -> Header:
-    from thinwire.kernels.cpu import coding as kernels
-
     _check_flat("indices", indices, np.int32)
     header, start = _checked(buffer, elements, with_values)
     stop = HEADER_BYTES + header.payload
     entries = header.entries
     if entries > len(indices):
         raise MessageCount(f"entries: found {entries}, there is room for {len(indices)} indices")
-    outcome: Outcome = (kernels.GOOD, 0, 0)
+    outcome: Outcome = (kernels.coding.GOOD, 0, 0)
     if header.index is IndexCoding.RICE:
         parameter, width = _parameter(buffer, start), _width(elements)
-        outcome = kernels.read_rice(buffer, start + 1, stop, parameter, width, elements, entries, indices)
+        outcome = kernels.coding.read_rice(buffer, start + 1, stop, parameter, width, elements, entries, indices)
     elif header.index is IndexCoding.U32:
-        outcome = kernels.read_u32(buffer, start, elements, entries, indices)
+        outcome = kernels.coding.read_u32(buffer, start, elements, entries, indices)
     elif header.index is IndexCoding.BITMAP:
-        outcome = kernels.read_bitmap(buffer, start, stop, elements, entries, indices)
+        outcome = kernels.coding.read_bitmap(buffer, start, stop, elements, entries, indices)
     else:
         indices[:entries] = np.arange(entries, dtype=np.int32)
-    if outcome[0] != kernels.GOOD:
+    if outcome[0] != kernels.coding.GOOD:
         _refuse(outcome, header, elements)
     return header
 
@@ -352,18 +337,16 @@ def _parameter(buffer: Bytes, at: int) -> int:
 
 
 def _refuse(outcome: Outcome, header: Header, elements: int) -> NoReturn:
-    from thinwire.kernels.cpu import coding as kernels
-
     wrong, entry, found = outcome
-    if wrong == kernels.PAST_THE_END:
+    if wrong == kernels.coding.PAST_THE_END:
         raise MessageIndex(f"index of entry {entry}: found {found}, the group has {elements} elements")
-    if wrong == kernels.NOT_ASCENDING:
+    if wrong == kernels.coding.NOT_ASCENDING:
         raise MessageIndex(f"index of entry {entry}: found {found}, which is not greater than the one before it")
-    if wrong == kernels.TOO_MANY:
+    if wrong == kernels.coding.TOO_MANY:
         raise MessageCount(f"entries: the header says {header.entries}, the bitmap has more, the next is {found}")
-    if wrong == kernels.TOO_FEW:
+    if wrong == kernels.coding.TOO_FEW:
         raise MessageCount(f"entries: the header says {header.entries}, the bitmap has {entry}")
-    if wrong == kernels.ENDS_EARLY:
+    if wrong == kernels.coding.ENDS_EARLY:
         raise MessageLength(f"payload: {header.payload} bytes end within entry {entry} of {header.entries}")
     raise MessageLength(
         f"payload: found {header.payload} bytes, but the codes of {header.entries} entries end before byte "
@@ -372,7 +355,7 @@ def _refuse(outcome: Outcome, header: Header, elements: int) -> NoReturn:
 
 
 def _check_flat(name: str, array: NDArray[np.generic], dtype: type[np.generic]) -> None:
-    """Any other kind of array would compile the kernels anew, in the middle of a step."""
+    """Any other kind of array would recompile the kernels in the middle of a step."""
     if array.dtype != dtype or array.ndim != 1 or not array.flags.c_contiguous:
         raise ValueError(
             f"{name}: {array.dtype} of shape {array.shape}{'' if array.flags.c_contiguous else ', not contiguous'}; "

@@ -1,19 +1,19 @@
-"""What a leaf of the tree costs on GPUs: the formulas of the specification, sections 3.2 and 3.3, for all sizes at once.
+"""Costs of chains on GPUs, for many tensor sizes at once; the formulas are derived in docs/methods/espresso.md.
 
-p ranks in the scope, m bytes a rank holds, B bytes a second, a the latency of one step:
+p ranks in the scope, m bytes per rank, B bytes per second, a the latency of one round:
 
     all-reduce          2 (p - 1) a + 2 (p - 1) / p m / B      ring
     reduce-scatter      (p - 1) a + (p - 1) / p m / B          ring
     all-to-all          (p - 1) a + (p - 1) / p m / B
     all-gather          (p - 1) a + (p - 1) m / B              ring, m contributed by each
-    reduce, broadcast   the lesser of (p - 1) a + m / B and ceil(log2 p) (a + m / B)
+    reduce, broadcast   the minimum of (p - 1) a + m / B and ceil(log2 p) (a + m / B)
     gather              (p - 1) a + (p - 1) m / B              into the root
 
-Between machines the k GPUs of one share its card, B = card / k, unless only the first of them speaks. A flat ring crosses each
-card once; in a flat all-to-all all k send across it.
+Between machines, the k GPUs of a machine share its network card, B = card / k, unless only the first of them sends. A flat
+ring crosses each card once; in a flat all-to-all, all k GPUs send through it.
 
-A codec takes its published time for up to 2^20 elements and in proportion above. Decoding q messages takes a fixed part and
-a part in proportion to q. On the processor a codec pair handles 20 Gbit/s of what it compresses, as the paper's planner has it.
+Codec times are the published ones for up to 2^20 elements and proportional above. Decoding q messages takes a fixed time
+plus a time proportional to q. On the CPU, a codec pair processes 20 Gbit/s of uncompressed data, as in the paper's planner.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chains.tree import Leaf, Op
 from ..kernels.cpu._jit import kernel
-from ..schemes.tree import Leaf, Op
 from .network import Network
 
 Floats = NDArray[np.float64]
@@ -36,12 +36,12 @@ CPU_BYTES_PER_SECOND = 20e9 / 8
 
 @dataclass(frozen=True, slots=True)
 class GpuCodec:
-    """A codec with times on a GPU.
+    """A codec with its times on a GPU.
 
-    name              as the user wrote it; codec: the text of thinwire's codec that does the same, empty if there is none
-    encode, decode    seconds for up to 2^20 elements; decode: of `messages` messages
-    by_message        the share of decode that grows with the number of messages
-    summed            its payloads can be added on their way
+    name              as the user wrote it; codec: the text of the equivalent thinwire codec, empty if there is none
+    encode, decode    seconds for up to 2^20 elements; decode for `messages` messages
+    by_message        the fraction of decode that is proportional to the number of messages
+    summed            whether payloads can be added without decoding
     """
 
     name: str
@@ -87,9 +87,9 @@ MOST_OPS = 12
 
 
 def program(leaf: Leaf) -> NDArray[np.int8]:
-    """A leaf as numbers [operations, 3]: what, scope or device (1: processor), whether it carries messages.
+    """A leaf as numbers [operations, 3]: operation, scope or device (1: CPU), whether it carries messages.
 
-    An all-gather that ends no pair is told from one that does by a 2 in the last place.
+    An all-gather that does not end a pair has a 2 in the last column.
     """
     rows: list[tuple[int, int, int]] = []
     opened: list[str] = []
@@ -130,7 +130,7 @@ def network_numbers(network: Network) -> Floats:
 
 
 def durations(leaf: Leaf, elements: float, codec: GpuCodec | None, network: Network) -> list[tuple[Op, float]]:
-    """Every operation of a leaf with its seconds; what `vectors` adds up."""
+    """The operations of a leaf with their seconds; `vectors` sums these."""
     numbers = codec.numbers() if codec is not None else np.zeros(8)
     out = np.zeros(MOST_OPS)
     _walk(program(leaf), len(leaf.ops), float(elements), numbers, network_numbers(network), out)
@@ -138,8 +138,8 @@ def durations(leaf: Leaf, elements: float, codec: GpuCodec | None, network: Netw
 
 
 def vectors(codes: NDArray[np.int8], lengths: Ints, sizes: Floats, codec: GpuCodec | None, network: Network) -> Floats:
-    """[leaves, sizes, 4]: seconds of codec before the first collective on the GPU, the same on the processor, of codec on the
-    GPU in all, and of everything behind the first of these (collectives and codec, one after the other)."""
+    """[leaves, sizes, 4]: seconds of codec work before the first collective on the GPU, the same on the CPU, of all codec work
+    on the GPU, and of everything from the first collective on (collectives and codec work in sequence)."""
     out = np.zeros((len(lengths), len(sizes), 4))
     numbers = codec.numbers() if codec is not None else np.zeros(8)
     _vectors(codes, lengths, np.asarray(sizes, np.float64), numbers, network_numbers(network), out)
@@ -148,7 +148,7 @@ def vectors(codes: NDArray[np.int8], lengths: Ints, sizes: Floats, codec: GpuCod
 
 @kernel
 def _walk(codes, length, elements, codec, network, out):  # type: ignore[no-untyped-def]
-    """Seconds of each operation into out. The state is e elements a holder, q messages of each (0: a tensor)."""
+    """Seconds of each operation into out. The state is e elements per rank and q messages of each (0: a tensor)."""
     encode, decode, by_message, per_element, fixed, reference, encode_cpu, decode_cpu = codec
     nodes, gpus, intra, inter, latency_intra, latency_inter = network
     e, q, speakers = elements, 0.0, gpus
@@ -182,7 +182,7 @@ def _walk(codes, length, elements, codec, network, out):  # type: ignore[no-unty
                 seconds = 2.0 * steps + 2.0 * (p - 1.0) / p * size / rate
             elif what == RS or (what == A2A and (scope > 0 or nodes == 1)):
                 seconds = steps + (p - 1.0) / p * size / rate
-            elif what == A2A:  # all-to-all over all ranks: what leaves a machine shares its card
+            elif what == A2A:  # flat all-to-all: traffic that leaves a machine shares its card
                 across = gpus * (p - gpus) / p * size / inter
                 seconds = steps + max(across, (gpus - 1.0) / p * size / intra)
             elif what in (AG, GATHER):

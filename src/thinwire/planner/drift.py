@@ -1,6 +1,6 @@
-"""When a running job is no longer what its profile says.
+"""Detects that a running job deviates from its profile.
 
-Everything is in logarithms: a link that is three times as slow is as far away as one that is three times as fast.
+Deviations are logarithmic: a link three times as slow counts as much as a link three times as fast.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import msgspec
 from .profile import Link, Profile
 
 REFERENCE = 2
-"""Observations that make the level from which a number wanders."""
+"""Number of observations that define the reference level."""
 
 
 @dataclass
 class Cusum:
-    """One positive number, watched in both directions.
+    """Two-sided CUSUM change detection on the logarithm of a positive number.
 
-    allowed  what it may wander by itself
-    alarm    the sum of what is beyond that at which it has changed for good
+    allowed  deviation that counts as noise
+    alarm    accumulated excess deviation that counts as a lasting change
     """
 
     allowed: float = 0.15
@@ -33,7 +33,7 @@ class Cusum:
     _below: float = 0.0
 
     def observe(self, value: float) -> bool:
-        """Whether the number has changed for good. Numbers that are not positive say nothing."""
+        """Whether the number has changed for good. Values that are not positive and finite are ignored."""
         if not value > 0.0 or not math.isfinite(value):
             return False
         self.last = value
@@ -48,7 +48,7 @@ class Cusum:
 
 
 def scaled(profile: Profile, links: float = 1.0, compute: float = 1.0) -> Profile:
-    """The profile of a job whose links pass a byte, and whose processors compute, in so many times the seconds."""
+    """The profile with the seconds per byte of its links, and of computation, multiplied by these factors."""
 
     def slower(link: Link) -> Link:
         points = tuple(
@@ -57,7 +57,7 @@ def scaled(profile: Profile, links: float = 1.0, compute: float = 1.0) -> Profil
         line = msgspec.structs.replace(link.line, slope=link.line.slope * links)
         return msgspec.structs.replace(link, line=line, points=points)
 
-    # A byte costs the processor what it cost before, so a collective that takes longer disturbs less at a time.
+    # CPU time per byte is unchanged, so a collective that takes longer slows computation down less while it runs.
     share = min(profile.contention.collective / links, 0.95)
     return msgspec.structs.replace(
         profile,

@@ -1,4 +1,4 @@
-"""What a search on GPUs found, as a plan file."""
+"""Writes the result of a search on published GPU costs as a plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .simulation import Outcome, Simulation
 
 
 def to_plan(simulation: Simulation, found: Outcome, dense_seconds: float) -> Plan:
-    """Names, codecs and chains as thinwire runs them. The paper's random_k and onebit have no codec here."""
+    """The plan with thinwire's codecs and chains; the paper's random_k and onebit have no equivalent."""
     cluster = Cluster(simulation.network.nodes, simulation.network.gpus, "nccl", str(simulation.network), "cuda")
     groups = []
     for group, operations in zip(found.groups, simulation.operations(found.groups), strict=True):
@@ -17,7 +17,7 @@ def to_plan(simulation: Simulation, found: Outcome, dense_seconds: float) -> Pla
         option = simulation.option(number)
         if option.codec is not None and not option.codec.codec:
             raise PlanError(
-                f"a plan with {option.codec.name!r} cannot be run: thinwire has no codec that travels as the paper's does "
+                f"a plan with {option.codec.name!r} cannot be run: thinwire has no codec that is exchanged like the paper's "
                 f"(randomk sums its values instead)"
             )
         names = tuple(tensor.name for tensor in simulation.tensors[start:stop])

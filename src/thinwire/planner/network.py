@@ -1,10 +1,10 @@
-"""A cluster of machines with several GPUs each, as two links: inside a machine and between machines."""
+"""GPU clusters modelled as two kinds of links: inside a machine and between machines."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..errors import PlanError
 
@@ -13,7 +13,7 @@ _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def parse_bytes_per_second(text: str) -> float:
-    """Of `"100gbit"`, `"25gbit/s"`, `"300gbyte/s"`."""
+    """Parse a rate such as `"100gbit"`, `"25gbit/s"` or `"300gbyte/s"`."""
     match = _RATE.fullmatch(text)
     if match is None or match[3] == "b" or float(match[1]) <= 0:
         raise PlanError(
@@ -26,9 +26,9 @@ def parse_bytes_per_second(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """`intra` and `inter` in bytes a second: of one GPU inside its machine, of one machine's network card.
+    """`intra` and `inter` are bytes per second of a GPU inside its machine and of a machine's network card.
 
-    The latencies are those of one step of a collective; p ranks in a ring take p - 1 of them.
+    Latencies are per round of a collective; a ring of p ranks takes p - 1 rounds.
     """
 
     nodes: int
@@ -44,14 +44,11 @@ class Network:
             raise PlanError(f"a cluster has at least one node with one GPU, not {self.nodes} with {self.gpus}")
         for value in (self.intra, self.inter):
             if not (math.isfinite(value) and value > 0):
-                raise PlanError(f"a link carries more than {value} bytes a second")
+                raise PlanError(f"the rate of a link must be above 0, not {value} bytes per second")
 
     @property
     def world(self) -> int:
         return self.nodes * self.gpus
-
-    def at(self, nodes: int) -> Network:
-        return replace(self, nodes=nodes)
 
     def __str__(self) -> str:
         links = self.name or f"{_rate(self.intra)} inside, {_rate(self.inter)} between"
@@ -66,4 +63,4 @@ NETWORKS = {
     "pcie-25g": Network(8, 8, 10e9, 25e9 / 8, name="pcie-25g"),
     "nvlink-100g": Network(8, 8, 120e9, 100e9 / 8, name="nvlink-100g"),
 }
-"""The two clusters of the Espresso paper, with the rates inside a machine that the specification calculates with."""
+"""The two clusters of the Espresso paper; see docs/methods/espresso.md for the rates inside a machine."""

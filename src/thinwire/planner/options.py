@@ -1,7 +1,7 @@
-"""Every way to exchange a tensor of some size, and of these the ones that no other beats in everything.
+"""Options to exchange a tensor of a given size, reduced to the Pareto-optimal ones.
 
-What a choice means for all other tensors is its four numbers (`recurrence`), so one that is not below another in any of them
-can be left out: of 4341 leaves one to about a dozen remain for each size.
+An option affects other tensors only through its four durations (see `side_stream`), so options that are not better than
+another in any of them are dropped: of 4341 leaves, one to about a dozen remain per size.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chains import tree
+from ..chains.tree import Leaf
 from ..errors import PlanError
 from ..kernels.cpu._jit import kernel
-from ..schemes import tree
-from ..schemes.tree import Leaf
 from .costs import Floats, GpuCodec, Ints, programs, vectors
 from .network import Network
-from .recurrence import CPU, GPU, LEAD, SER
+from .side_stream import CPU, GPU, LEAD, SER
 
 EQUAL = 1 + 1e-14
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way: a leaf, and the codec that its Comps use (None where there is none)."""
+    """A leaf, and the codec of its compressions (None if there are none)."""
 
     leaf: Leaf
     codec: GpuCodec | None
@@ -37,7 +37,7 @@ class Option:
 
 @dataclass(slots=True)
 class Table:
-    """The ways that are left for each of several sizes: rows offsets[i] to offsets[i + 1] are those of size i."""
+    """The Pareto-optimal options of several sizes: rows offsets[i] to offsets[i + 1] belong to size i."""
 
     offsets: Ints
     ids: Ints
@@ -48,17 +48,17 @@ class Table:
 
 
 class Menu:
-    """All ways on one network, by number; those that do not compress come first.
+    """All options on a network, by number; those without compression come first.
 
-    cpu               codecs may also run on the processor
-    max_compressions  how often a tensor may be compressed on its way
+    cpu               codecs may also run on the CPU
+    max_compressions  most compressions along a chain
     """
 
     def __init__(
         self, codecs: Sequence[GpuCodec], network: Network, *, cpu: bool = True, max_compressions: int = 4
     ) -> None:
         if max_compressions < 0:
-            raise PlanError(f"a tensor is compressed at least 0 times, not {max_compressions}")
+            raise PlanError(f"max_compressions must be at least 0, not {max_compressions}")
         self.network = network
         self.options: list[Option] = []
         self._parts: list[tuple[GpuCodec | None, NDArray[np.int8], Ints]] = []
@@ -73,7 +73,7 @@ class Menu:
         self._parts.append((codec, *_programs(leaves)))
 
     def vectors(self, sizes: Floats, only: Ints | None = None) -> Floats:
-        """[options, sizes, 4]; of `only` those options, in ascending order."""
+        """[options, sizes, 4]; with `only`, of these options in ascending order."""
         found, start = [], 0
         for codec, codes, lengths in self._parts:
             stop = start + len(lengths)
@@ -85,7 +85,7 @@ class Menu:
         return np.concatenate(found)
 
     def table(self, sizes: Sequence[float] | Floats, only: Ints | None = None) -> Table:
-        """What is left for each size after the comparison."""
+        """The Pareto-optimal options of each size."""
         values = np.asarray(sizes, np.float64)
         found = self.vectors(values, only)
         ids = np.arange(len(self.options)) if only is None else only
@@ -97,18 +97,18 @@ class Menu:
         return Table(np.cumsum(offsets), ids[rows], np.ascontiguousarray(found[rows, owner]))
 
     def candidates(self, low: float, high: float, points: int = 48) -> Ints:
-        """The options that are left for some size between two."""
+        """The options that are Pareto-optimal for some size in a range."""
         grid = np.geomspace(max(low, 1.0), max(high, 2.0), points)
         return np.unique(self.table(grid).ids)
 
     @functools.cached_property
     def gpu_only(self) -> Ints:
-        """The options that leave the processor alone."""
+        """The options that do not use the CPU."""
         return np.flatnonzero([all(op.device != "cpu" for op in option.leaf.ops) for option in self.options])
 
     @functools.cached_property
     def on_cpu(self) -> dict[int, int]:
-        """To an option that leaves it alone the same chain with every codec operation on the processor."""
+        """Maps options that do not use the CPU to the same chain with all codec work on the CPU."""
         numbers = {(option.codec, str(option.leaf)): index for index, option in enumerate(self.options)}
         found = {}
         for (codec, chain), index in numbers.items():
@@ -134,7 +134,7 @@ def _programs(leaves: tuple[Leaf, ...]) -> tuple[NDArray[np.int8], Ints]:
 
 @kernel
 def _undominated(vector, counts, kept):  # type: ignore[no-untyped-def]
-    """Of vector [options, sizes, 4] the options that are left, by size: kept[size, : counts[size + 1]]."""
+    """The Pareto-optimal options of vector [options, sizes, 4], by size: kept[size, : counts[size + 1]]."""
     for size in range(vector.shape[1]):
         count = 0
         for option in range(vector.shape[0]):
@@ -158,9 +158,9 @@ def _undominated(vector, counts, kept):  # type: ignore[no-untyped-def]
 
 @kernel
 def _beats(one, other):  # type: ignore[no-untyped-def]
-    """Whether `one` is at least as good whatever the state before it. A lead on the GPU never waits for the processor.
+    """Whether `one` is at least as good in every state. A lead on the GPU never waits for the CPU.
 
-    What differs by rounding alone, as an all-reduce and its two halves do, counts as equal.
+    Differences within rounding, as between an all-reduce and its two halves, count as equal.
     """
     if one[GPU] > other[GPU] * EQUAL or one[SER] > other[SER] * EQUAL:
         return False

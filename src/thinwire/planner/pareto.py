@@ -1,9 +1,8 @@
-"""The dynamic program over recurrence SS: exact for tensors one by one, and for runs of them that are fused into groups.
+"""Dynamic programming over the side-stream recurrence; exact for single tensors and for groups of consecutive tensors.
 
-After some tensors have been dealt with, all that matters for the rest is (g, c, p): when backward goes on, when the stream
-is free, when the processor is. Every number of the rest rises with each of them, so of all ways to come to some tensor only
-those need be kept that no other beats in all three. A way is also given up when even the best that could follow is above a
-plan that is known (`_bounds`); both leave the optimum in.
+After a prefix of the tensors, the rest depends only on (g, c, p): the times at which backward continues, the stream is free
+and the CPU is free. All later times increase with each of them, so only Pareto-optimal states are kept per prefix. States
+whose lower bound exceeds a known plan are dropped as well (`_bounds`); neither loses the optimum.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.cpu._jit import kernel
-from .recurrence import CPU, GPU, LEAD, SER
+from .side_stream import CPU, GPU, LEAD, SER
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 STEPS = 10
-"""For bounds: F is at least any mean of the ends of backward, stream and processor; their weights are tenths."""
+"""For bounds: F is at least any weighted mean of the ends of backward, stream and CPU; weights are multiples of 1 / STEPS."""
 
 
 COLUMNS = 7
@@ -30,8 +29,8 @@ BOUND = 6
 
 @dataclass(slots=True)
 class Problem:
-    """A group that ends before tensor j and has lengths[k] tensors may travel by rows offsets[cell] to offsets[cell + 1] of
-    vector, cell = j * len(lengths) + k."""
+    """The options of a group that ends before tensor j and has lengths[k] tensors are rows offsets[cell] to offsets[cell + 1]
+    of vector, with cell = j * len(lengths) + k."""
 
     compute: Floats
     lengths: Ints
@@ -41,27 +40,26 @@ class Problem:
 
 @dataclass(slots=True)
 class Solution:
-    """seconds: F. groups: (first tensor, one past the last, row). widest: the most ways that were kept at some tensor."""
+    """seconds: F. groups: (first tensor, one past the last, row). cut: see `solve`."""
 
     seconds: float
     groups: list[tuple[int, int, int]]
-    widest: int
     cut: bool
 
 
 def solve(problem: Problem, limit: int = 0, beams: Sequence[int] = (16,)) -> Solution:
-    """The least F. Narrow passes first give a plan, and with it the bound for the pass that counts.
+    """Minimize F. Narrow passes first find a plan, whose F bounds the final pass.
 
-    limit: at most so many ways are kept at each tensor (0: all). If it was met, `cut` is set, and F may not be the least.
+    limit: most states kept per tensor (0: all). If it was reached, `cut` is set, and F may not be the minimum.
     """
     work = (problem.compute, problem.lengths, problem.offsets, problem.vector)
     weights = _weights(bool(problem.vector[:, CPU].any()))
     weighted, tails = _bounds(*work, weights)
-    best = Solution(np.inf, [], 0, True)
+    best = Solution(np.inf, [], True)
     for width in (*(beam for beam in beams if not limit or beam < limit), limit or 1 << 40):
         upper = best.seconds * (1 + 1e-12)
-        states, first, widest, cut = _search(*work, weights, weighted, tails, upper, width)
-        found = _trace(problem, states, first, int(widest), bool(cut))
+        states, first, cut = _search(*work, weights, weighted, tails, upper, width)
+        found = _trace(problem, states, first, bool(cut))
         if found is not None and found.seconds <= best.seconds:
             best = found
         if not cut:
@@ -70,12 +68,12 @@ def solve(problem: Problem, limit: int = 0, beams: Sequence[int] = (16,)) -> Sol
 
 
 def _weights(cpu: bool) -> Floats:
-    """[means, 2]: the weights of stream and processor; backward has the rest. The most even ones first: they cut most."""
+    """[means, 2]: weights of stream and CPU; the rest is backward's. The most even ones come first, they prune most."""
     found = [(c / STEPS, p / STEPS) for c in range(STEPS + 1) for p in range(STEPS + 1 - c if cpu else 1)]
     return np.array(sorted(found, key=lambda pair: max(*pair, 1 - sum(pair))))
 
 
-def _trace(problem: Problem, states: Floats, first: Ints, widest: int, cut: bool) -> Solution | None:
+def _trace(problem: Problem, states: Floats, first: Ints, cut: bool) -> Solution | None:
     count = len(problem.compute)
     last = states[first[count] : first[count + 1]]
     if not len(last):
@@ -87,11 +85,11 @@ def _trace(problem: Problem, states: Floats, first: Ints, widest: int, cut: bool
         parent, row, length = (int(value) for value in states[at, 3:6])
         groups.append((stop - length, stop, row))
         at, stop = parent, stop - length
-    return Solution(seconds, groups[::-1], widest, cut)
+    return Solution(seconds, groups[::-1], cut)
 
 
 def lengths_up_to(count: int, dense: int = 16, growth: float = 1.2) -> Ints:
-    """How many tensors a group may have: every number up to `dense`, then fewer and fewer of them, up to all."""
+    """Allowed group sizes: every number up to `dense`, then growing steps up to all tensors."""
     found = list(range(1, min(count, dense) + 1))
     while found[-1] < count:
         found.append(min(count, max(found[-1] + 1, int(found[-1] * growth))))
@@ -99,14 +97,14 @@ def lengths_up_to(count: int, dense: int = 16, growth: float = 1.2) -> Ints:
 
 
 def singles(compute: Floats, offsets: Ints, vector: Floats) -> Problem:
-    """Every tensor by itself: rows offsets[i] to offsets[i + 1] are the ways of tensor i."""
+    """Single tensors: rows offsets[i] to offsets[i + 1] are the options of tensor i."""
     return Problem(compute, np.ones(1, np.int64), np.concatenate([[0], offsets]), vector)
 
 
 @kernel
 def _bounds(compute, lengths, offsets, vector, weights):  # type: ignore[no-untyped-def]
-    """What must still come from tensor j on: weighted[j, w], the least weighted sum of gpu, ser and cpu; tails[j, w], the
-    least weighted time from the moment backward turns to tensor j to the end."""
+    """Lower bounds for the rest from tensor j on: weighted[j, w], the minimum weighted sum of gpu, ser and cpu; tails[j, w],
+    the minimum weighted time from when backward starts tensor j to the end."""
     count, kinds, means = compute.shape[0], lengths.shape[0], weights.shape[0]
     weighted = np.full((count + 1, means), np.inf)
     weighted[count] = 0.0
@@ -119,11 +117,11 @@ def _bounds(compute, lengths, offsets, vector, weights):  # type: ignore[no-unty
             for row in range(offsets[cell], offsets[cell + 1]):
                 gpu, ser, cpu = vector[row, GPU], vector[row, SER], vector[row, CPU]
                 for w in range(means):
-                    stream, processor = weights[w]
-                    value = (1.0 - stream - processor) * gpu + stream * ser + processor * cpu + weighted[stop, w]
+                    stream, cpu_weight = weights[w]
+                    value = (1.0 - stream - cpu_weight) * gpu + stream * ser + cpu_weight * cpu + weighted[stop, w]
                     weighted[start, w] = min(weighted[start, w], value)
-    # The stream cannot run ahead of backward: from a free stream the end is at least that of the chain that comes next, and
-    # at least what is left after it with the stream free again.
+    # The stream cannot run ahead of backward: from a free stream, the end is no earlier than that of the next chain, and no
+    # earlier than the rest after it with the stream free again.
     tails = np.zeros((count + 1, means))
     for start in range(count - 1, -1, -1):
         tails[start] = np.inf
@@ -143,8 +141,8 @@ def _bounds(compute, lengths, offsets, vector, weights):  # type: ignore[no-unty
                 gpu, cpu = vector[row, GPU], vector[row, CPU]
                 chain = vector[row, LEAD] + cpu + vector[row, SER]
                 for w in range(means):
-                    stream, processor = weights[w]
-                    value = (1.0 - stream - processor) * (gpu + left) + stream * chain + processor * max(cpu, gpu)
+                    stream, cpu_weight = weights[w]
+                    value = (1.0 - stream - cpu_weight) * (gpu + left) + stream * chain + cpu_weight * max(cpu, gpu)
                     value = max(value + weighted[stop, w], gpu + tails[stop, w])
                     tails[start, w] = min(tails[start, w], span + value)
     return weighted, tails
@@ -152,8 +150,8 @@ def _bounds(compute, lengths, offsets, vector, weights):  # type: ignore[no-unty
 
 @kernel
 def _search(compute, lengths, offsets, vector, weights, weighted, tails, upper, limit):  # type: ignore[no-untyped-def]
-    """All ways that are kept, [ways, 7]: g, c, p, parent, row, length, bound; those before tensor j are first[j] to
-    first[j + 1]."""
+    """The states that are kept, [states, 7]: g, c, p, parent, row, length, bound; rows first[j] to first[j + 1] are those
+    before tensor j."""
     count, kinds = compute.shape[0], lengths.shape[0]
     total = np.zeros(count + 1)
     for i in range(count):
@@ -161,7 +159,7 @@ def _search(compute, lengths, offsets, vector, weights, weighted, tails, upper, 
     states = np.zeros((1024, COLUMNS))
     first = np.zeros(count + 2, np.int64)
     first[1] = filled = 1
-    widest, cut = 1, False
+    cut = False
     fresh = np.zeros((1024, COLUMNS))
     for stop in range(1, count + 1):
         left, tail = total[count] - total[stop], tails[stop].max()
@@ -172,7 +170,7 @@ def _search(compute, lengths, offsets, vector, weights, weighted, tails, upper, 
                 break
             span = total[stop] - total[start]
             cell = stop * kinds + kind
-            # Rows outside: the ways of one parent after the other then rise in g, which `_order` makes use of.
+            # Rows in the outer loop: successive parents then have rising g, which `_order` exploits.
             for row in range(offsets[cell], offsets[cell + 1]):
                 lead, cpu, gpu, ser = vector[row, LEAD], vector[row, CPU], vector[row, GPU], vector[row, SER]
                 for parent in range(first[start], first[start + 1]):
@@ -182,15 +180,15 @@ def _search(compute, lengths, offsets, vector, weights, weighted, tails, upper, 
                         x = max(p, x) + cpu
                         p = x
                     g = r + gpu
-                    # What lies before g makes no difference any more, so it is not told apart.
+                    # Times before g no longer matter, so they are equal.
                     c = max(max(states[parent, 1], x) + ser, g)
                     p = max(p, g)
                     bound = max(g + tail, c)
                     for w in range(weights.shape[0]):
                         if bound > upper:
                             break
-                        stream, processor = weights[w, 0], weights[w, 1]
-                        value = (1.0 - stream - processor) * (g + left) + stream * c + processor * p
+                        stream, cpu_weight = weights[w, 0], weights[w, 1]
+                        value = (1.0 - stream - cpu_weight) * (g + left) + stream * c + cpu_weight * p
                         bound = max(bound, value + weighted[stop, w])
                     if bound > upper:
                         continue
@@ -206,16 +204,15 @@ def _search(compute, lengths, offsets, vector, weights, weighted, tails, upper, 
         if filled - begin > limit:
             cut = True
             filled = _thinned(states, begin, filled, limit)
-        widest = max(widest, filled - begin)
         first[stop + 1] = filled
-    return states, first, widest, cut
+    return states, first, cut
 
 
 @kernel
 def _undominated(fresh, new, states, filled):  # type: ignore[no-untyped-def]
-    """Append those of fresh[:new] that no other beats in g, c and p; returns how many.
+    """Append the states of fresh[:new] that are Pareto-optimal in g, c and p; returns their number.
 
-    In the order of g a way is beaten if one before it has c and p no larger; these stand in a staircase, c rising, p falling.
+    In order of g, a state is dominated if an earlier one has no larger c and p; those form a staircase, c rising, p falling.
     """
     stairs_c, stairs_p = np.zeros(new + 1), np.zeros(new + 1)
     height = kept = 0
@@ -261,7 +258,7 @@ def _doubled(table, filled):  # type: ignore[no-untyped-def]
 
 @kernel
 def _thinned(states, begin, filled, limit):  # type: ignore[no-untyped-def]
-    """Keep the `limit` ways with the lowest bounds, in their order; returns where they end."""
+    """Keep the `limit` states with the lowest bounds, in order; returns their end."""
     chosen = np.zeros(filled - begin, np.bool_)
     for index in _order(states, begin, BOUND, 1, filled - begin)[:limit]:
         chosen[index - begin] = True
@@ -276,7 +273,7 @@ def _thinned(states, begin, filled, limit):  # type: ignore[no-untyped-def]
 
 @kernel
 def _order(table, begin, column, second, count):  # type: ignore[no-untyped-def]
-    """`count` rows from `begin` in rising order of a column, then of another: runs that rise already are merged, two by two."""
+    """Merge sort of `count` rows from `begin` by one column, then another, starting from the runs that already ascend."""
     order = np.arange(begin, begin + count)
     other = order.copy()
     edges = np.zeros(count + 1, np.int64)

@@ -1,4 +1,4 @@
-"""The plan file: which tensors travel together, by which codec and chain, and what that is expected to take."""
+"""Plan files: groups of tensors with their codecs and chains, and the predicted step time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Literal
 
 import msgspec
 
+from ..chains import tree
 from ..codecs import parse
 from ..errors import ChainTextError, CodecTextError, PlanError
-from ..schemes import tree
-from .profile import Cluster, load_struct, save_struct
+from ..ranges import Amount, Count, Real, Version
+from .profile import Cluster, check_numbers, load_struct, save_struct
 
 VERSION = 1
 
@@ -19,24 +20,24 @@ Quality = Literal["lossless", "high", "fast"]
 
 
 class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A piece of work of one group: `lane` is backward, codec, wire or cpu. Seconds since backward began."""
+    """Part of a group's exchange; `lane` is backward, codec, wire or cpu. Seconds since the start of backward."""
 
     name: str
     lane: str
-    start: float
-    end: float
+    start: Real
+    end: Real
 
 
 class PlanTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor as the plan expects it."""
+    """A tensor of the model that the plan is for."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
 
 
 class PlanGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tensors that travel together. An empty chain stands for the codec's own collectives."""
+    """Tensors that are exchanged together. An empty chain means the codec's own collectives."""
 
     names: tuple[str, ...]
     codec: str
@@ -45,30 +46,30 @@ class PlanGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Groups in the order in which they are sent, which is that in which backward completes them.
+    """Groups in the order in which they are sent, the order in which backward completes them.
 
-    predicted_seconds  a step by this plan; dense_seconds: all dense; bound_seconds: without communication
-    loss               what it loses of the gradient, relative, weighted over all tensors
+    predicted_seconds  step time with this plan; dense_seconds: all dense; bound_seconds: without communication
+    loss               relative loss of the gradient, weighted over all tensors
     """
 
-    version: int
+    version: Version
     fingerprint: str
     model: str
     cluster: Cluster
     quality: Quality
     search: str
-    predicted_seconds: float
-    bound_seconds: float
-    dense_seconds: float
+    predicted_seconds: Amount
+    bound_seconds: Amount
+    dense_seconds: Amount
     tensors: tuple[PlanTensor, ...]
     groups: tuple[PlanGroup, ...]
-    loss: float = 0.0
-    search_seconds: float = 0.0
+    loss: Amount = 0.0
+    search_seconds: Amount = 0.0
     remarks: tuple[str, ...] = ()
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read and check a file; a `PlanError` says which field is wrong."""
+        """Read and validate a file; a `PlanError` names the invalid field."""
         plan = load_struct(path, Plan, "plan", PlanError)
         plan.validate(str(path))
         return plan
@@ -78,9 +79,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         save_struct(path, self)
 
     def validate(self, where: str = "the plan") -> None:
-        """Whether it can be carried out at all: every tensor in one group, codecs and chains that exist."""
+        """Check that every tensor is in exactly one group, and that codecs and chains exist."""
         if self.version != VERSION:
             raise PlanError(f"{where}: version {self.version}, this thinwire reads {VERSION}")
+        check_numbers(self, where, PlanError)
         known = {tensor.name for tensor in self.tensors}
         if len(known) != len(self.tensors):
             raise PlanError(f"{where}: a tensor is listed twice")
@@ -106,10 +108,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(
         self, tensors: Mapping[str, tuple[Sequence[int], str]], world: int, ranks_per_node: int | None = None
     ) -> None:
-        """Refuse a job that is not the one planned for, naming the first difference.
+        """Raise `PlanError` for a job other than the planned one, naming the first difference.
 
-        tensors: shape and dtype ("float32") of every gradient by name. Without `ranks_per_node` nodes are not looked at,
-        except where a chain speaks of them.
+        tensors: shape and dtype ("float32") of every gradient by name. Without `ranks_per_node`, nodes matter only if a
+        chain uses them.
         """
         expected = {tensor.name: tensor for tensor in self.tensors}
         for tensor in self.tensors:

@@ -1,13 +1,13 @@
-"""What a step of the CPU engine takes, by the costs of a profile.
+"""Predicts the step time of the CPU engine from the costs in a profile.
 
-The engine is not a GPU: codec work runs in one exchange thread beside backward and shares its core; collectives run in
-threads of gloo; groups are sent in a fixed order. This follows `engine/pipeline.py` event by event:
+Codec work runs in one exchange thread concurrently with backward and shares its core; collectives run in gloo's threads;
+groups are sent in a fixed order. This is an event simulation of `engine/scheduler.py`:
 
-    exchange thread   one piece of work at a time, not interrupted; first what puts a further round on the wire, then the
-                      next group that is complete, last what only decodes
-    wire              one collective after the other in the order of issue; the latency of one passes beside the next
-    backward          while a piece of codec work runs, both go at 1 / (1 + contention.codec) of their speed; while a
-                      collective is under way, both at 1 - contention.collective
+    exchange thread   one piece of work at a time, not preempted; first work that issues a further round, then the next
+                      complete group, then work that only decodes
+    wire              collectives in order of issue; the latency of one overlaps with the next
+    backward          while codec work runs, both proceed at 1 / (1 + contention.codec) of their speed; during a
+                      collective, both at 1 - contention.collective
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 
 class Grouped(Protocol):
-    """What is asked of a group: a `PlanGroup`, for example."""
+    """The interface of a group; `PlanGroup` has it."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -41,7 +41,7 @@ class Grouped(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """seconds: a whole step. exchange: from the start of backward to the end of the last group. operations: by group."""
+    """seconds: the whole step. exchange: from the start of backward to the end of the last group. operations: by group."""
 
     seconds: float
     exchange: float
@@ -50,7 +50,7 @@ class Prediction:
 
 
 def predict(profile: Profile, groups: Sequence[Grouped]) -> Prediction:
-    """A step in which the tensors travel in these groups, which are sent in this order."""
+    """Predict a step in which tensors are exchanged in these groups, in this order."""
     tensors = {tensor.name: tensor for tensor in profile.tensors}
     chosen: list[CodecCost] = []
     ready, elements = np.zeros(len(groups)), np.zeros(len(groups))
@@ -89,7 +89,7 @@ def cost_of(profile: Profile, codec: str, chain: str = "") -> CodecCost:
 
 @dataclass(slots=True)
 class Pieces:
-    """By group: rounds, seconds of each piece of work, seconds on the wire and latency of each collective."""
+    """Per group: number of rounds, seconds of each piece of work, wire seconds and latency of each collective."""
 
     rounds: Ints
     work: Floats
@@ -98,7 +98,7 @@ class Pieces:
 
 
 class Job:
-    """A profile with its lines as arrays, for many predictions."""
+    """A profile prepared for many predictions."""
 
     def __init__(self, profile: Profile, options: Sequence[CodecCost] | None = None) -> None:
         self.profile = profile
@@ -108,7 +108,7 @@ class Job:
         self._most = int(self.rounds.max(initial=0))
 
     def pieces(self, options: Sequence[int], elements: Floats) -> Pieces:
-        """The costs of groups: group i has elements[i], and travels by options[i]."""
+        """The costs of groups; group i has elements[i] and uses options[i]."""
         work = np.zeros((len(options), self._most + 1))
         wire, latency = np.zeros((2, len(options), self._most))
         for index, (option, count) in enumerate(zip(options, elements, strict=True)):
@@ -123,7 +123,7 @@ class Job:
         return Pieces(self.rounds[list(options)], work, wire, latency)
 
     def run(self, ready: Floats, pieces: Pieces) -> tuple[Floats, Floats, float]:
-        """Start and end of each piece (work, wire, work, ... by group), and when backward ends."""
+        """Start and end of each piece (work, wire, work, ... per group), and the end of backward."""
         shape = (len(ready), 2 * self._most + 1)
         starts, ends = np.zeros(shape), np.zeros(shape)
         contention = self.profile.contention
@@ -142,7 +142,7 @@ class Job:
         return starts, ends, finished
 
     def seconds(self, ready: Floats, pieces: Pieces) -> float:
-        """A whole step."""
+        """The whole step."""
         _, ends, finished = self.run(ready, pieces)
         return self.profile.forward + max(float(finished), float(ends.max(initial=0.0))) + self.profile.optimizer
 
@@ -186,7 +186,7 @@ def timeline(  # type: ignore[no-untyped-def]
         speed = 1.0 - collective_contention if landed > now else 1.0
         if current >= 0 and progress < backward:
             speed /= 1.0 + codec_contention
-        # The next thing that happens.
+        # The next event.
         wait, event = np.inf, 0
         goal = backward
         if begun < count and progress < ready[begun] < backward:
@@ -202,7 +202,7 @@ def timeline(  # type: ignore[no-untyped-def]
         if coming - now < wait:
             wait, event = coming - now, 3
         if event == 0:
-            return np.nan  # cannot happen: somebody waits for nothing
+            return np.nan  # unreachable: something is always running
         now = coming if event == 3 else now + wait
         if progress < backward:
             progress = goal if event == 1 else min(goal, progress + wait * speed)

@@ -1,6 +1,6 @@
-"""The profile file: what backward, links and codecs of one job cost, as measured on one cluster. JSON, versioned.
+"""Profile files: the measured costs of backward, links and codecs of a job on a cluster. JSON, versioned.
 
-Seconds everywhere. Costs are lines, `max(floor, start + slope * x)`, with the error of the fit beside them.
+All times are in seconds. Costs are lines, `max(floor, start + slope * x)`, with their fit error.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ import bisect
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from ..codecs import parse
 from ..errors import CodecTextError, ProfileError, ThinwireError
+from ..ranges import Amount, Count, Positive, Real, Version, World
 
 VERSION = 1
 LARGE_BYTES = 256 << 10
-"""From here on a message says something about the rate of a link: smaller ones pass in bursts."""
+"""Smallest message that shows the rate of a link; smaller ones pass in bursts."""
 
 Scope = Literal["flat", "intra", "inter"]
 Collective = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "reduce", "gather"]
@@ -32,47 +33,47 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error  mean relative distance of the measurements from the line
     """
 
-    floor: float = 0.0
-    start: float = 0.0
-    slope: float = 0.0
-    error: float = 0.0
+    floor: Amount = 0.0
+    start: Real = 0.0
+    slope: Amount = 0.0
+    error: Amount = 0.0
 
     def __call__(self, x: float) -> float:
         return max(self.floor, self.start + self.slope * x)
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One gradient. Tensors stand in the order in which backward makes them ready.
+    """One gradient. Tensors are in the order in which backward completes them.
 
-    ready   seconds since backward began, without any exchange beside it
-    energy  squared norm of the gradient, mean over steps: how much a relative loss weighs. 0: not measured
+    ready   seconds since the start of backward, without concurrent exchange
+    energy  mean squared norm of the gradient, the weight of its relative loss. 0: not measured
     """
 
     name: str
-    elements: int
+    elements: Count
     kind: str
     dtype: str
-    ready: float
-    shape: tuple[int, ...] = ()
-    energy: float = 0.0
+    ready: Amount
+    shape: tuple[Count, ...] = ()
+    energy: Amount = 0.0
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a collective takes, over the bytes that one rank hands to it.
+    """The time of a collective as a function of the bytes per rank.
 
-    line    in short; all that is known where there are no points
-    points  as it was measured, bytes and seconds, both ascending. A byte of a message of middle size costs more than one of a
-            small or a large one, which no single line says
+    line    linear fit; used if there are no points
+    points  measured (bytes, seconds), both ascending. A byte costs more in messages of medium size than in small or large
+            ones, which a line cannot express
     """
 
     collective: Collective
     scope: Scope
-    ranks: int
+    ranks: World
     line: Line
-    points: tuple[tuple[float, float], ...] = ()
+    points: tuple[tuple[Amount, Amount], ...] = ()
 
     def seconds(self, size: float) -> float:
-        """Between points along lines, beyond the last one at the best rate that was seen, or the slope of the upper half."""
+        """Interpolated between points; beyond the last one at the best measured rate, or the slope of the upper half."""
         if len(self.points) < 2:
             return self.line(size)
         place = bisect.bisect_right(self.points, (size, math.inf))
@@ -86,13 +87,13 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def _at_best(self) -> float:
-        """Seconds of a byte in a large message that kept the wire busy."""
+        """Seconds per byte of large messages that keep the wire busy."""
         return min((seconds / at for at, seconds in self.points if at >= LARGE_BYTES), default=math.inf)
 
     def parts(self, size: float) -> tuple[float, float]:
-        """Seconds on the wire, one collective after the other, and latency, which passes beside the next one.
+        """Wire seconds, which cannot overlap with other collectives, and latency, which can.
 
-        A collective alone does not keep the wire busy, its ranks wait for each other: others then use what it leaves.
+        A single collective does not keep the wire busy while its ranks wait for each other; others can use the rest.
         """
         total = self.seconds(size)
         busy = min(total - self.points[0][1], self._at_best * size) if len(self.points) > 1 else self.line.slope * size
@@ -103,8 +104,8 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Round(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One collective of a codec's exchange.
 
-    bytes  what a rank hands to it, as a line over the elements of the group
-    work   codec work between this collective and the next one; nothing after the last, where `decode` follows
+    bytes  bytes per rank, as a line over the elements of the group
+    work   codec work between this collective and the next; zero after the last, which `decode` follows
     """
 
     collective: Collective
@@ -114,38 +115,38 @@ class Round(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CodecCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one way to exchange a group costs a rank: encode, then `rounds` with work between them, then decode.
+    """The costs per rank of a codec and chain: encode, `rounds` with work between them, decode.
 
     codec  the text of a codec; chain: a leaf of the tree, or empty for the codec's own collectives
-    loss   relative loss of the result with error feedback on, measured on the job's gradients; 0 for dense
+    loss   relative loss of the result with error feedback, measured on the job's gradients; 0 for dense
     """
 
     codec: str
     encode: Line
     decode: Line
     rounds: tuple[Round, ...]
-    loss: float
+    loss: Amount
     chain: str = ""
 
 
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much longer backward takes for each second in which something runs beside it: 0 not at all, 1 a whole second.
+    """Delay of backward in seconds per second of concurrent work: 0 is none, 1 is full serialization.
 
-    codec       beside codec work
-    collective  beside a collective
-    latency     seconds that a collective takes longer beside backward, because its threads wait for the core
+    codec       during codec work
+    collective  during a collective
+    latency     additional seconds of a collective during backward, while its threads wait for a core
     """
 
-    codec: float = 0.0
-    collective: float = 0.0
-    latency: float = 0.0
+    codec: Amount = 0.0
+    collective: Amount = 0.0
+    latency: Amount = 0.0
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where it was measured. Without known nodes every rank counts as a node."""
+    """The cluster of the measurements. If nodes are unknown, every rank counts as a node."""
 
-    nodes: int
-    ranks_per_node: int
+    nodes: World
+    ranks_per_node: World
     backend: str = "gloo"
     rate: str = ""
     device: str = "cpu"
@@ -158,30 +159,30 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One job on one cluster.
 
-    group_overhead  seconds of processor time that the engine spends on a group beside the codec's work
-    native_seconds  a step of plain DDP, without a hook; 0: not measured
-    fit             how many times the seconds of `links`, which were measured alone, a byte takes beside a computation
+    group_overhead  CPU seconds of the engine per group in addition to codec work
+    native_seconds  step time of plain DDP without a hook; 0: not measured
+    fit             ratio of the seconds per byte during computation to those of `links`, measured on idle cores
     """
 
-    version: int
+    version: Version
     fingerprint: str
     model: str
     cluster: Cluster
-    forward: float
-    backward: float
-    optimizer: float
+    forward: Amount
+    backward: Amount
+    optimizer: Amount
     tensors: tuple[Tensor, ...]
     links: tuple[Link, ...]
     codecs: tuple[CodecCost, ...]
     contention: Contention = Contention()
-    group_overhead: float = 0.0
-    native_seconds: float = 0.0
-    fit: float = 1.0
+    group_overhead: Amount = 0.0
+    native_seconds: Amount = 0.0
+    fit: Positive = 1.0
     remarks: tuple[str, ...] = ()
 
     @staticmethod
     def load(path: str | Path) -> Profile:
-        """Read and check a file; a `ProfileError` says which field is wrong."""
+        """Read and validate a file; a `ProfileError` names the invalid field."""
         profile = load_struct(path, Profile, "profile", ProfileError)
         profile.check(str(path))
         return profile
@@ -192,7 +193,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def compute(self) -> float:
-        """A step without communication."""
+        """Step time without communication."""
         return self.forward + self.backward + self.optimizer
 
     def link(self, collective: Collective, scope: Scope) -> Link:
@@ -203,7 +204,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raise ProfileError(f"the profile has no link {collective} {scope}; it has: {known}")
 
     def check(self, where: str = "the profile") -> None:
-        """Refuse what no measurement can give."""
+        """Raise `ProfileError` for values that no measurement can give."""
 
         def refuse(problem: str) -> None:
             raise ProfileError(f"{where}: {problem}")
@@ -212,15 +213,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             refuse(f"version {self.version}, this thinwire reads {VERSION}")
         if not self.tensors:
             refuse("it has no tensors")
-        _check_numbers(self, where)
-        if self.fit == 0:
-            refuse("fit is 0: a byte takes some time")
-        if self.cluster.nodes < 1 or self.cluster.ranks_per_node < 1:
-            refuse(f"a cluster of {self.cluster.nodes} nodes with {self.cluster.ranks_per_node} ranks each")
+        check_numbers(self, where, ProfileError)
         before, seen = 0.0, set()
         for tensor in self.tensors:
             if tensor.name in seen:
-                refuse(f"tensor {tensor.name!r} stands there twice")
+                refuse(f"tensor {tensor.name!r} is listed twice")
             seen.add(tensor.name)
             if math.prod(tensor.shape) != tensor.elements and tensor.shape:
                 refuse(f"tensor {tensor.name!r} has {tensor.elements} elements and shape {tensor.shape}")
@@ -252,7 +249,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def fingerprint(tensors: Iterable[Tensor], cluster: Cluster) -> str:
-    """Of the names, sizes and dtypes in any order, the number of nodes and of ranks on each."""
+    """A hash of the tensors' names, sizes and dtypes in any order, the number of nodes and the ranks per node."""
     lines = sorted(f"{tensor.name} {tensor.elements} {tensor.dtype}" for tensor in tensors)
     lines.append(f"{cluster.nodes} x {cluster.ranks_per_node}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -280,19 +277,9 @@ def save_struct(path: str | Path, content: object) -> None:
     Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 
-def _check_numbers(profile: Profile, where: str) -> None:
-    """No number of a profile is negative or not finite, save what a line starts at."""
-    for path, value in _numbers(msgspec.to_builtins(profile), ""):
-        if not math.isfinite(value) or (value < 0 and not path.endswith(".start")):
-            raise ProfileError(f"{where}: {path[1:]} is {value}")
-
-
-def _numbers(value: Any, path: str) -> Iterable[tuple[str, float]]:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _numbers(part, f"{path}.{key}")
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for index, part in enumerate(value):
-            yield from _numbers(part, f"{path}[{index}]")
-    elif isinstance(value, int | float):
-        yield path, value
+def check_numbers(content: msgspec.Struct, where: str, error: type[ThinwireError]) -> None:
+    """That what was computed would be read again: every number is finite and in its range."""
+    try:
+        msgspec.convert(msgspec.to_builtins(content), type(content))
+    except msgspec.ValidationError as problem:
+        raise error(f"{where}: {problem}") from None

@@ -1,6 +1,6 @@
-"""The backward profiles and codec times that the authors of Espresso published (nine models, one V100).
+"""Reads the backward profiles and codec times published by the authors of Espresso (nine models, one V100).
 
-They are not part of thinwire: the reader takes a file. Its form is
+The data are not part of thinwire. The format of the file is
 
     {"models": {name: {"tensors": [[tensor name, elements, microseconds since the previous one was ready], ...]}},
      "codec_us": {name: {"one_level": [encode + decode, decode], ...} or [encode + decode, decode]}}
@@ -9,7 +9,6 @@ They are not part of thinwire: the reader takes a file. Its form is
 from __future__ import annotations
 
 import difflib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ import msgspec
 from ..codecs import parse
 from ..codecs.registry import name_of
 from ..errors import CodecTextError, PlanError, ProfileError
+from ..ranges import Amount, Elements
 from .costs import GpuCodec
 
 REFERENCE_MESSAGES = 8
-"""The decode time is that of one message from each of the paper's eight machines."""
+"""Published decode times are for one message from each of the paper's eight machines."""
 
 
 _OURS_OF = {
@@ -36,8 +36,8 @@ _PUBLISHED_OF = {"cast": "fp16", "randomk": "random_k", "dgc": "dgc", "sign": "e
 
 class PublishedTensor(msgspec.Struct, array_like=True, frozen=True):
     name: str
-    elements: int
-    microseconds: float
+    elements: Elements
+    microseconds: Amount
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -45,11 +45,11 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 class _Times(msgspec.Struct, frozen=True):
-    one_level: tuple[float, float]
+    one_level: tuple[Amount, Amount]
 
 
 class Published(msgspec.Struct, frozen=True):
-    """The file."""
+    """The content of the file."""
 
     models: dict[str, _Model]
     codec_us: dict[str, Any] = {}
@@ -71,20 +71,15 @@ class Published(msgspec.Struct, frozen=True):
         tensors = self.models[name].tensors
         if not tensors:
             raise ProfileError(f"the profile of {name!r} has no tensors")
-        for tensor in tensors:
-            if tensor.elements < 1 or not (math.isfinite(tensor.microseconds) and tensor.microseconds >= 0):
-                raise ProfileError(
-                    f"{name!r}: {tensor.name!r} has {tensor.elements} elements and takes {tensor.microseconds} us"
-                )
         if len({tensor.name for tensor in tensors}) != len(tensors):
-            raise ProfileError(f"{name!r}: a tensor stands there twice")
+            raise ProfileError(f"{name!r}: a tensor is listed twice")
         return tensors
 
     def codec(self, text: str, density: float = 0.01) -> GpuCodec:
-        """A codec with its published times: by the paper's name (dgc, random_k, efsignsgd, onebit, fp16), or one of ours.
+        """A codec with its published times, by the paper's name (dgc, random_k, efsignsgd, onebit, fp16) or thinwire's.
 
-        Of the paper's, `density` is the share of elements sent; `random_k` gathers values and indices there, as all
-        sparse ones do, while our `randomk` sums values alone.
+        For the paper's codecs, `density` is the fraction of elements sent; its `random_k` gathers values and indices like
+        all sparse codecs, while thinwire's `randomk` sums values only.
         """
         wanted, ours, summed = text.strip(), "", False
         if wanted in _OURS_OF:
@@ -94,8 +89,8 @@ class Published(msgspec.Struct, frozen=True):
             known = _PUBLISHED_OF.get(name_of(codec))
             if known is None:
                 raise PlanError(
-                    f"what {text!r} costs on a GPU is not known: nobody has published it, and thinwire has not been measured "
-                    f"on one. Known are {', '.join(_OURS_OF)}, and dgc, sign, cast and randomk of thinwire by these"
+                    f"what {text!r} costs on a GPU is not known: no published times exist, and thinwire has not been measured "
+                    f"on GPUs. Known are {', '.join(_OURS_OF)}, and by these thinwire's dgc, sign, cast and randomk"
                 )
             wanted, ours, summed = known, wanted, name_of(codec) in ("cast", "randomk")
             share = getattr(codec, "density", density)
@@ -130,7 +125,7 @@ class Published(msgspec.Struct, frozen=True):
             if isinstance(times, dict):
                 both, decode = msgspec.convert(times, _Times).one_level
             else:
-                both, decode = msgspec.convert(times, tuple[float, float])
+                both, decode = msgspec.convert(times, tuple[Amount, Amount])
         except msgspec.ValidationError as problem:
             raise ProfileError(f"the times of {name!r} are not [encode + decode, decode]: {problem}") from None
         if not 0 < decode < both:

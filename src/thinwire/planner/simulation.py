@@ -1,4 +1,4 @@
-"""Plans for GPUs: the searches, and what they are compared with, on one model and one network. All under recurrence SS."""
+"""Plan searches and baselines for GPUs, on a published model and a network, with the side-stream recurrence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..suggest import suggest
-from . import pareto, recurrence, timeline
+from . import SEARCHES, pareto, side_stream, timeline
 from .costs import Floats, GpuCodec, Ints, durations
 from .network import Network
 from .options import Menu, Option, Table
@@ -19,16 +19,16 @@ from .published import PublishedTensor
 
 JOINT_WIDTH = 48
 SMALL = 0.0005
-"""Share of all elements, and of backward, below which a tensor is not parted from the one before it."""
+"""Fraction of all elements, and of backward, below which a tensor stays in the group of the tensor before it."""
 OFFLOAD_COMBINATIONS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a search found.
+    """The result of a search.
 
-    seconds  forward and F; groups: (first tensor, one past the last, number of the option)
-    proven   whether no other plan of its kind is faster under the recurrence
+    seconds  forward and F; groups: (first tensor, one past the last, index of the option)
+    proven   whether the plan is optimal of its kind under the recurrence
     """
 
     search: str
@@ -42,9 +42,9 @@ class Outcome:
 class Simulation:
     """One model on one network.
 
-    forward           seconds before backward, which no search can change
-    cpu               codecs may run on the processor too
-    max_compressions  how often a tensor may be compressed on its way
+    forward           seconds before backward, added to all results
+    cpu               codecs may also run on the CPU
+    max_compressions  most compressions along a chain
     """
 
     def __init__(
@@ -66,12 +66,10 @@ class Simulation:
         self.menu = Menu(codecs, network, cpu=cpu, max_compressions=max_compressions)
         self.bound = forward + float(self.compute.sum())
 
-    SEARCHES = ("fp32", "all", "myopic", "espresso", "exact", "joint")
-
     def search(self, name: str) -> Outcome:
-        """fp32: nothing compressed. all: everything, by the chain that is shortest for the tensor alone. myopic: the
-        shortest chain for the tensor alone, compressed or not. espresso: Algorithms 1 and 2. exact: the best choice for
-        each tensor. joint: the best choice of groups and for each group."""
+        """fp32: no compression. all: compress every tensor, with the chain that is shortest for it in isolation. myopic: the
+        shortest chain in isolation, compressed or not. espresso: Algorithms 1 and 2. exact: optimal options per tensor.
+        joint: groups and their options together."""
         searches: dict[str, Callable[[], tuple[list[tuple[int, int, int]], bool]]] = {
             "fp32": lambda: (self._alone(0, self.menu.dense), False),
             "all": lambda: (self._alone(self.menu.dense, len(self.menu.options)), False),
@@ -88,8 +86,8 @@ class Simulation:
         return Outcome(name, self.seconds(groups), groups, spent, worked, proven)
 
     def seconds(self, groups: Sequence[tuple[int, int, int]]) -> float:
-        """Forward and F of any plan."""
-        return self.forward + float(recurrence.finish(*self._lay_out(groups)))
+        """Forward and F of a plan."""
+        return self.forward + float(side_stream.finish_time(*self._lay_out(groups)))
 
     def option(self, number: int) -> Option:
         return self.menu.options[number]
@@ -97,18 +95,18 @@ class Simulation:
     # -- the searches --------------------------------------------------------------------------------------------------
 
     def _table(self, only: Ints | None = None) -> Table:
-        """The ways that are left for each tensor."""
+        """The Pareto-optimal options of each tensor."""
         sizes, owner = np.unique(self.elements, return_inverse=True)
         return _gather(self.menu.table(sizes, only), owner)
 
     def _alone(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """By tensor the option of [start, stop) with the least time of its own, wherever it is spent."""
+        """Per tensor the option of [start, stop) with the least total time in isolation."""
         sizes, owner = np.unique(self.elements, return_inverse=True)
         if stop <= start:
-            raise PlanError("no codec was given, so there is nothing to compress with")
+            raise PlanError("this search needs a codec")
         only = np.arange(start, stop)
         vector = self.menu.vectors(sizes, only)
-        best = start + np.argmin(vector[:, :, recurrence.LEAD] + vector[:, :, 1] + vector[:, :, 3], axis=0)
+        best = start + np.argmin(vector[:, :, side_stream.LEAD] + vector[:, :, 1] + vector[:, :, 3], axis=0)
         return [(i, i + 1, int(best[size])) for i, size in enumerate(owner)]
 
     def _espresso(self) -> list[tuple[int, int, int]]:
@@ -117,14 +115,14 @@ class Simulation:
         compute, vector = self._lay_out(groups)
         picks = np.full(len(compute), -1)
         order = np.array(sorted(range(len(compute)), key=lambda i: (-self.elements[i], -i)))
-        recurrence.improve(compute, vector, picks, order, table.offsets, table.vector)
+        side_stream.improve(compute, vector, picks, order, table.offsets, table.vector)
         chosen = [int(table.ids[pick]) if pick >= 0 else group[2] for pick, group in zip(picks, groups, strict=True)]
         if self.cpu:
             self._offload(compute, vector, chosen)
         return [(i, i + 1, option) for i, option in enumerate(chosen)]
 
     def _offload(self, compute: Floats, vector: Floats, chosen: list[int]) -> None:
-        """Algorithm 2, on the tensors that are compressed."""
+        """Algorithm 2, for the compressed tensors."""
         alike: dict[tuple[float, int], list[int]] = {}
         for i, option in enumerate(chosen):
             if self.option(option).codec is not None:
@@ -139,7 +137,7 @@ class Simulation:
         edges = np.cumsum([0, *map(len, groups)])
         counts = np.zeros(len(groups), np.int64)
         flat = np.array([i for members in groups for i in members])
-        recurrence.offload(compute, vector, moved, flat, edges, OFFLOAD_COMBINATIONS, counts)
+        side_stream.offload(compute, vector, moved, flat, edges, OFFLOAD_COMBINATIONS, counts)
         for members, count in zip(groups, counts, strict=True):
             for i in members[:count]:
                 chosen[i] = self.menu.on_cpu[chosen[i]]
@@ -147,7 +145,7 @@ class Simulation:
     def _exact(self) -> tuple[list[tuple[int, int, int]], bool]:
         table = self._table()
         problem = pareto.singles(self.compute, table.offsets, table.vector)
-        # Where the processor is a third clock the ways to be kept can be too many; then the greedy plan may still be better.
+        # With the CPU as a third clock there can be too many states to keep; the greedy plan may then be better.
         found = pareto.solve(problem, limit=256 if self.cpu else 0)
         groups = [(start, stop, int(table.ids[row])) for start, stop, row in found.groups]
         if found.cut:
@@ -174,23 +172,23 @@ class Simulation:
         return self._spared(self._better(groups, exact)), False
 
     def _edges(self) -> Ints:
-        """Where a group may end: not before a tensor that adds next to nothing to the group and to the wait for it."""
+        """Possible ends of groups: not before a tensor that adds almost nothing to the group's size and ready time."""
         small = (self.elements < SMALL * self.elements.sum()) & (self.compute < SMALL * self.compute.sum())
         return np.concatenate([[0], 1 + np.flatnonzero(~small[1:]), [len(small)]])
 
     def _spared(self, groups: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """The same without compression where that makes no step longer, the largest groups first."""
+        """The plan without the compressions that do not shorten the step, the largest groups first."""
         compute, vector = self._lay_out(groups)
         sizes = np.add.reduceat(self.elements, [start for start, _, _ in groups])
         plain = self.menu.vectors(sizes, np.arange(self.menu.dense))
-        best, limit = np.argmin(plain[:, :, recurrence.SER], axis=0), recurrence.finish(compute, vector)
+        best, limit = np.argmin(plain[:, :, side_stream.SER], axis=0), side_stream.finish_time(compute, vector)
         found = list(groups)
         for at in np.argsort(-sizes, kind="stable"):
             start, stop, option = groups[at]
             if self.option(option).codec is not None:
                 before = vector[at].copy()
                 vector[at] = plain[best[at], at]
-                if recurrence.finish(compute, vector) <= limit:
+                if side_stream.finish_time(compute, vector) <= limit:
                     found[at] = (start, stop, int(best[at]))
                 else:
                     vector[at] = before
@@ -202,7 +200,7 @@ class Simulation:
     # -- what a plan does ----------------------------------------------------------------------------------------------
 
     def _lay_out(self, groups: Sequence[tuple[int, int, int]]) -> tuple[Floats, Floats]:
-        """Computation and costs of each group."""
+        """Compute time and costs of each group."""
         starts = [start for start, _, _ in groups]
         compute, sizes = np.add.reduceat(self.compute, starts), np.add.reduceat(self.elements, starts)
         vector = np.zeros((len(groups), 4))
@@ -220,13 +218,13 @@ class Simulation:
         return [(str(op), op.scope or op.device or "gpu", seconds) for op, seconds in found]
 
     def operations(self, groups: Sequence[tuple[int, int, int]]) -> list[tuple[Operation, ...]]:
-        """When each operation starts and ends under the recurrence, in seconds since backward began."""
+        """Start and end of each operation under the recurrence, in seconds since the start of backward."""
         compute, vector = self._lay_out(groups)
         spans = []
-        for group, (ready, begin, _) in zip(groups, recurrence.times(compute, vector).tolist(), strict=True):
+        for group, (ready, begin, _) in zip(groups, side_stream.schedule(compute, vector).tolist(), strict=True):
             chain = self.chain(group)
             leads = next(at for at, (_, lane, _) in enumerate(chain) if lane not in ("gpu", "cpu"))
-            # What leads starts when the tensor is ready, or as the processor comes to it; the rest when the stream is free.
+            # The lead starts when the tensor is ready, or when the CPU is free; the rest when the stream is free.
             clock = max(ready, begin - sum(seconds for _, _, seconds in chain[:leads])) if leads else begin
             found = []
             for at, (name, lane, seconds) in enumerate(chain):
@@ -237,8 +235,8 @@ class Simulation:
         return spans
 
     def events(self, groups: Sequence[tuple[int, int, int]]) -> float:
-        """Forward and what the timeline by events makes of the plan: chains overlap, decoding interrupts backward, codecs on
-        the processor wait for each other, and there is one row of communication, as in the paper's figures."""
+        """Forward and the end of the plan in the event simulation: chains overlap, decoding interrupts backward, codecs on the
+        CPU queue, and all communication is one lane, as in the paper's figures."""
         chains = [
             [(lane if lane in ("gpu", "cpu") else "comm", seconds) for _, lane, seconds in self.chain(group)]
             for group in groups
@@ -248,7 +246,7 @@ class Simulation:
 
 
 def _gather(table: Table, owner: Ints) -> Table:
-    """A table of sizes spread over those who have them."""
+    """Expand a table of distinct sizes to one entry per owner."""
     counts = np.diff(table.offsets)[owner]
     offsets = np.concatenate([[0], np.cumsum(counts)])
     rows = np.arange(offsets[-1]) + np.repeat(table.offsets[owner] - offsets[:-1], counts)
@@ -256,9 +254,9 @@ def _gather(table: Table, owner: Ints) -> Table:
 
 
 def warm_up() -> None:
-    """Load the searches, or compile them, which takes some seconds once: then their times are those of the search."""
+    """Load or compile the kernels of all searches, so that search times do not include compilation."""
     tensors = [PublishedTensor(f"t{i}", 3_000_000, 100.0) for i in range(3)]
     codec = GpuCodec("none", "", 1e-4, 1e-4, 0.5, 0.1, 0.0, False, 8)
     simulation = Simulation("warm-up", tensors, [codec], Network(2, 2, 1e10, 1e9), cpu=True)
-    for name in Simulation.SEARCHES:
+    for name in SEARCHES:
         simulation.search(name)

@@ -1,10 +1,10 @@
-"""The general timeline: operations on a GPU, on links and on the processor, event by event (specification, 3.4).
+"""Event simulation of a step on GPU, links and CPU (docs/methods/espresso.md).
 
-    gpu     backward in its order, which any codec operation interrupts; codec operations first come first served
-    links   one lane ("comm"), or one for each name: first come first served, or strictly in the order of the tensors
-    cpu     some workers, first come first served
+    gpu     backward, which codec operations interrupt; codec operations first come first served
+    links   one lane ("comm"), or one per name: first come first served, or strictly in the order of the tensors
+    cpu     a pool of workers, first come first served
 
-Recurrence SS is faster and is what the searches use; this one shows what a plan does when chains overlap.
+The searches use the faster recurrence of `side_stream`; this simulation also covers overlapping chains.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Chain = Sequence[tuple[str, float]]
-"""The operations of one tensor: lane and seconds."""
+"""The operations of a tensor: lane and seconds."""
 
 
 @dataclass(slots=True)
 class Lane:
-    """What waits (when it came, tensor, place in its chain) and what runs (when it ends, tensor, place)."""
+    """Waiting operations (arrival time, tensor, index in its chain) and running ones (end time, tensor, index)."""
 
     workers: int = 1
     waiting: list[tuple[float, int, int]] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Lane:
 
 @dataclass(slots=True)
 class Timeline:
-    """seconds: from the start of backward to the end of all. ready: when each tensor was. spans: of each operation."""
+    """seconds: from the start of backward to the end of everything. ready: times per tensor. spans: per operation."""
 
     seconds: float
     ready: list[float]
@@ -38,9 +38,9 @@ class Timeline:
 def run(
     compute: Sequence[float], chains: Sequence[Chain], *, cpu_workers: int = 1, in_order: bool = False
 ) -> Timeline:
-    """compute[i] seconds of backward make tensor i ready; then its chain runs.
+    """Tensor i is ready after another compute[i] seconds of backward; then its chain runs.
 
-    in_order: a link takes up no tensor before it has taken up all earlier ones, as ranks that must agree do.
+    in_order: links start tensors strictly in order, as collectives that all ranks must issue alike do.
     """
     lanes = {lane: Lane() for chain in chains for lane, _ in chain}
     gpu = lanes.setdefault("gpu", Lane())

@@ -1,1 +1,1 @@
-"""Measures a job where it runs: its backward, the links between its ranks, and what codecs cost on its gradients."""
+"""Profiler: measures backward, the links between ranks, and the costs of codecs on the gradients of a running job."""

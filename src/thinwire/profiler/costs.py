@@ -1,4 +1,4 @@
-"""What codecs cost on the gradients of a job: seconds of work between collectives, bytes, and what they hold back.
+"""Costs of codecs on the gradients of a job: seconds of work between collectives, bytes, and what stays in residuals.
 
 A codec is run as the engine runs it, over real collectives, on groups of the job's own tensors. All ranks do it together.
 """
@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..chains import tree
+from ..chains.chain import choose, exchanger, places
 from ..codecs import Codec, GroupInfo, ParameterInfo, Sum
-from ..kernels.finite import all_finite
+from ..codecs.driver import all_finite
+from ..comm.collectives import Collective, Place, Scope
+from ..comm.world import TorchWorld
 from ..planner import profile
 from ..planner.profile import CodecCost, Line, Link, Round
-from ..schemes import tree
-from ..schemes.chain import Chain, choose, places
-from ..schemes.collective import Collective, Place, Scope
-from ..schemes.conversation import Conversation, MakeRoom, make_room
-from ..schemes.world import TorchWorld
 from .fit import fit
 from .links import NAMES, agreed
 
@@ -55,31 +54,17 @@ class Samples:
     waiting: float = 0.0
 
 
-class Rehearsal:
-    """One group with one codec and chain on this rank, as `engine.member.GroupRun` is."""
+class Trial:
+    """One group with one codec and chain on this rank, exchanged as the engine does it, with residuals of its own."""
 
-    def __init__(self, codec: Codec, chain: str, info: GroupInfo, place: Place, room: MakeRoom) -> None:
+    def __init__(self, codec: Codec, chain: str, info: GroupInfo, place: Place) -> None:
         self.codec, self.info = codec, info
-        now = codec.at(0)
-        self.chain = Chain(tree.parse(chain), now, info, place, room) if chain else None
-        self.talk: Conversation | None = None
-        sizes = [info.elements]
-        if self.chain is not None:
-            sizes = [holding.stop - holding.start for holding in self.chain.holdings]
-        else:
-            capacity = make_room(now, [info], place.size, room)
-            state = now.start(info, place.rank, place.size)
-            self.talk = Conversation(info, now, state, capacity, place.size, place.rank)
-        self.residuals = [torch.zeros(size) for size in sizes] if codec.keeps_residual else []
+        self.way = exchanger(codec.at(0), tree.parse(chain) if chain else None, info, place)
+        self.residuals = [torch.zeros(part.stop - part.start) for part in self.way.residual_parts]
 
     def exchange(self, gradient: Tensor, step: int) -> Generator[Collective, None, None]:
-        if self.chain is not None:
-            yield from self.chain.run(gradient, self.residuals, step)
-        else:
-            assert self.talk is not None
-            residual = self.residuals[0] if self.residuals else torch.empty(0)
-            yield from self.talk.speak(gradient, residual, torch.empty(0), step)
-        if self.chain.tests_result if self.chain is not None else not self.codec.keeps_residual:
+        yield from self.way.run(gradient, self.residuals, step)
+        if self.way.tests_result:
             all_finite(gradient)
 
     def waiting(self, source: Tensor) -> float:
@@ -96,15 +81,9 @@ class Rehearsal:
 
     def finish(self) -> None:
         """The step counts."""
-        if self.chain is not None:
-            self.chain.observe()
-            if self.chain.states:
-                self.codec.commit(self.chain.states)
-            return
-        assert self.talk is not None
-        if self.talk.capacity is not None and self.talk.wanted >= 0:
-            self.talk.capacity.observe(self.talk.wanted)
-        self.codec.commit([self.talk.state])
+        self.way.observe()
+        if self.way.states:
+            self.codec.commit(self.way.states)
 
 
 def measure(
@@ -112,7 +91,6 @@ def measure(
     tensors: Sequence[profile.Tensor],
     gradients: Sequence[Mapping[str, Tensor]],
     world: TorchWorld,
-    room: MakeRoom,
     links: Sequence[Link],
     *,
     budget: float,
@@ -136,7 +114,7 @@ def measure(
             last = group is groups[-1] and len({sample.elements for sample in samples.samples}) == 1
             if samples.samples and expected > left and not last:
                 continue
-            _measure_group(samples, codec, chain, group, gradients, world, place, room)
+            _measure_group(samples, codec, chain, group, gradients, world, place)
         found.append(samples)
         budget -= agreed(world, time.perf_counter() - begun)
     return found
@@ -144,7 +122,7 @@ def measure(
 
 _ROUTINES: dict[str, profile.Collective] = {
     "AR": "all_reduce",
-    "RS": "all_to_all",  # and a sum: see schemes/reducescatter.py
+    "RS": "all_to_all",  # and a sum: see chains/reducescatter.py
     "AG": "all_gather",
     "A2A": "all_to_all",
     "R": "reduce",
@@ -181,24 +159,23 @@ def _measure_group(
     gradients: Sequence[Mapping[str, Tensor]],
     world: TorchWorld,
     place: Place,
-    room: MakeRoom,
 ) -> None:
-    rehearsal = Rehearsal(codec, chain, info, place, room)
+    trial = Trial(codec, chain, info, place)
     sources = [flatten(info, gradient) for gradient in gradients]
     gradient = torch.empty(info.elements)
     cache = torch.ones(_CACHE_BYTES // 4)
     for step in range(WARM_UP + MEASURED):
         source = sources[step % len(sources)]
-        waiting = rehearsal.waiting(source)
+        waiting = trial.waiting(source)
         gradient.copy_(source)
         cache.sum()  # in a step everything else lies between two uses of a residual
         sample = Sample(info.elements, [], [])
-        _drive(rehearsal.exchange(gradient, step), world, sample)
-        rehearsal.finish()
+        _drive(trial.exchange(gradient, step), world, sample)
+        trial.finish()
         if step >= WARM_UP:
             samples.samples.append(sample)
             samples.waiting += waiting
-            samples.held += rehearsal.held(source)
+            samples.held += trial.held(source)
 
 
 def _rounding(codec: Codec, info: GroupInfo, source: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Lines through measured times that a few disturbed measurements do not move."""
+"""Robust line fits: a few disturbed measurements do not move them."""
 
 from __future__ import annotations
 

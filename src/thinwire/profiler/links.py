@@ -1,4 +1,4 @@
-"""How long collectives take between these ranks, and what they take away from backward beside them.
+"""Benchmarks of collectives between these ranks, and of the CPU time that they take from backward.
 
 Everything here is a collective: all ranks call it alike, and whatever decides how often something is measured is agreed on.
 """
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.collectives import Collective, Operation, Place, Scope
+from ..comm.world import TorchWorld
 from ..planner import profile
 from ..planner.profile import Link
-from ..schemes.collective import Collective, Operation, Place, Scope
-from ..schemes.world import TorchWorld
-from .ballast import Ballast, Disturbance
 from .fit import fit
+from .load_generator import Disturbance, LoadGenerator
 
 SMALLEST_BYTES, LARGEST_BYTES, SIZES = 64, 16 << 20, 12
 REPETITIONS, FEWEST = 5, 2
@@ -164,16 +164,16 @@ def beside(world: TorchWorld, samples: Samples, *, budget: float, repetitions: i
 
     samples: what all-gathers take alone.
     """
-    ballast, enough = Ballast(), min(budget / 4 / repetitions, 0.05)
+    load, enough = LoadGenerator(), min(budget / 4 / repetitions, 0.05)
     size = next((size for size, seconds in zip(samples.bytes, samples.seconds, strict=True) if seconds >= enough), 0)
     size = size or samples.bytes[-1]
     large, small = [], []
     for _ in range(repetitions):
-        large.append(_beside(world, ballast, size))
-        small.append(_beside(world, ballast, 4096))
+        large.append(_beside(world, load, size))
+        small.append(_beside(world, load, 4096))
     alone = [_time(world, "all_gather", "flat", 4096, world.size) for _ in range(repetitions)]
     # The end is seen between two products: half of one is not the collective's.
-    delay = statistics.median(each.seconds for each in small) - ballast.seconds / 2 - statistics.median(alone)
+    delay = statistics.median(each.seconds for each in small) - load.seconds / 2 - statistics.median(alone)
     return Beside(
         agreed(world, statistics.median(each.taken / each.seconds for each in large)),
         agreed(world, max(0.0, delay)),
@@ -181,11 +181,11 @@ def beside(world: TorchWorld, samples: Samples, *, budget: float, repetitions: i
     )
 
 
-def _beside(world: TorchWorld, ballast: Ballast, size: int) -> Disturbance:
+def _beside(world: TorchWorld, load: LoadGenerator, size: int) -> Disturbance:
     part, under_way = _part("all_gather", "flat", size, world.size, world), []
-    ballast.calibrate()  # other tenants of the machine come and go
+    load.calibrate()  # other tenants of the machine come and go
     dist.barrier(group=world.parent)
-    return ballast.beside(lambda done: under_way.append(world.issue(0, [part], done)))
+    return load.beside(lambda done: under_way.append(world.issue(0, [part], done)))
 
 
 def agreed(world: TorchWorld, value: float) -> float:

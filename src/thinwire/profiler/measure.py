@@ -1,7 +1,8 @@
-"""All measurements of a job put together into a profile. A collective; every rank gets the same one."""
+"""Profile of a job from all measurements. A collective; every rank gets the same one."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -10,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ..comm import object_collectives
+from ..comm.collectives import Place, Scope
+from ..comm.world import TorchWorld
 from ..planner import profile
 from ..planner.profile import VERSION, Cluster, Contention, Profile, fingerprint
-from ..schemes.collective import Place, Scope
-from ..schemes.conversation import MakeRoom
-from ..schemes.world import TorchWorld
 from . import costs, links
-from .ballast import Ballast
+from .load_generator import LoadGenerator
 from .watch import Compute
 
 CANDIDATES = (
@@ -59,7 +59,6 @@ def measure(
     compute: Compute,
     gradients: Sequence[Mapping[str, torch.Tensor]],
     world: TorchWorld,
-    room: MakeRoom,
     *,
     candidates: Sequence[str] | None = None,
     budget: float = 15.0,
@@ -69,8 +68,8 @@ def measure(
 ) -> Profile:
     """Measure links and codecs for about `budget` seconds, and write down what all ranks found.
 
-    tensors are in any order, their `ready` is taken from `compute`; gradients are this rank's own, of several steps; room is
-    how the engine chooses the capacity of messages; buckets, in bytes, are what was exchanged beside the watched steps.
+    tensors are in any order, their `ready` is taken from `compute`; gradients are this rank's own, of several steps; buckets,
+    in bytes, are what was exchanged beside the watched steps.
     """
     begun = time.perf_counter()
     order = {name: place for place, name in enumerate(compute.ready)}
@@ -89,9 +88,11 @@ def measure(
     found = [samples.link() for samples in lines]
     besides = links.Beside(0.0, 0.0) if alone else links.beside(world, lines[0], budget=budget / 10)
     left = budget - links.agreed(world, time.perf_counter() - begun)
-    measured = costs.measure(candidates, tensors, gradients, world, room, found, budget=max(left, budget / 4))
+    measured = costs.measure(candidates, tensors, gradients, world, found, budget=max(left, budget / 4))
     energy = {
-        tensor.name: sum(float(step[tensor.name].float().square().sum()) for step in gradients) / len(gradients)
+        tensor.name: _finite(
+            sum(float(step[tensor.name].float().square().sum()) for step in gradients) / len(gradients)
+        )
         for tensor in tensors
     }
     if not alone:
@@ -99,8 +100,7 @@ def measure(
         seconds = next(link for link in found if (link.collective, link.scope) == ("all_reduce", "flat")).seconds
         compute = compute.undisturbed(sizes, buckets, seconds, besides)
     mine = Own(compute, measured, energy, _codec_contention())
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, mine, group=world.parent)
+    everyone = object_collectives.gather(mine, world.parent, Own)
     return _put_together(model, tensors, everyone, place, found, besides, rate, group_overhead)
 
 
@@ -164,6 +164,11 @@ def _put_together(
     )
 
 
+def _finite(energy: float) -> float:
+    """JSON has no NaN; 0 is what a profile says of an energy that was not measured."""
+    return energy if math.isfinite(energy) else 0.0
+
+
 def _lateness(steps: Sequence[Sequence[float]]) -> float:
     """How many times as long the slowest rank of a step takes as the slowest rank usually does: not always the same is late."""
     if not all(steps):
@@ -175,7 +180,7 @@ def _lateness(steps: Sequence[Sequence[float]]) -> float:
 
 def _codec_contention(rounds: int = 5) -> float:
     """What a second of work in another thread takes from a computation: 1 on the same core, 0 on a free one."""
-    ballast, residual, gradient = Ballast(), torch.zeros(1 << 20), torch.zeros(1 << 20)
+    load, residual, gradient = LoadGenerator(), torch.zeros(1 << 20), torch.zeros(1 << 20)
 
     def work(done: Any = None) -> None:
         for _ in range(10):
@@ -189,6 +194,6 @@ def _codec_contention(rounds: int = 5) -> float:
         work()
     alone = (time.perf_counter() - begun) / rounds
     taken = [
-        ballast.beside(lambda done: threading.Thread(target=work, args=(done,)).start()).taken for _ in range(rounds)
+        load.beside(lambda done: threading.Thread(target=work, args=(done,)).start()).taken for _ in range(rounds)
     ]
     return min(1.0, sorted(taken)[rounds // 2] / alone)

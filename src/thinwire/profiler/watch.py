@@ -1,4 +1,4 @@
-"""When each gradient of a step is ready, and what else a step takes. Watches a training loop without changing it.
+"""Timings of training steps: forward, backward, when each gradient is ready, optimizer. The loop is not changed.
 
 Ready times are taken on the clock of the thread that runs backward: it stands still while another thread has the core. What
 DDP's own collectives still add to it is taken off afterwards; see `Compute.undisturbed`.
@@ -81,7 +81,7 @@ class Watch:
     """Hooks on a module that is trained data-parallel; `named` are the parameters that are exchanged.
 
     Passes without an exchange (`no_sync`) do not count. From the steps in `keep` copies of this rank's own gradients are kept,
-    before anybody averages them.
+    before anybody averages them. The clocks are of the wall and of the thread that runs backward, in seconds.
     """
 
     def __init__(
@@ -91,7 +91,10 @@ class Watch:
         *,
         keep: range = range(0),
         on_step: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+        thread_clock: Callable[[], float] = time.thread_time,
     ) -> None:
+        self._clock, self._thread_clock = clock, thread_clock
         self.steps: list[Step] = []
         self.gradients: list[dict[str, Tensor]] = []
         self._module = weakref.ref(module)
@@ -100,12 +103,17 @@ class Watch:
         self._begun = self._worked = self._backward = self._optimizing = 0.0
         self._in_backward = False
         self._own = {id(parameter) for parameter in named.values()}
+        # Those of the module go with it. Those of optimizers are torch's for the whole process: it must not keep this alive.
+        everywhere = [
+            register_optimizer_step_pre_hook(_weakly(self._optimizer_begins)),
+            register_optimizer_step_post_hook(_weakly(self._optimizer_ends)),
+        ]
         self._hooks: list[Any] = [
             module.register_forward_pre_hook(self._forward_begins),
             module.register_forward_hook(self._forward_ends),
-            register_optimizer_step_pre_hook(self._optimizer_begins),
-            register_optimizer_step_post_hook(self._optimizer_ends),
+            *everywhere,
         ]
+        weakref.finalize(self, _remove, everywhere)
         self._named = weakref.WeakValueDictionary(named)
         self._markers: list[Any] = []
         self.begin()
@@ -158,13 +166,13 @@ class Watch:
         if torch.is_grad_enabled() and getattr(module, "require_backward_grad_sync", True):
             if self._step is not None and self._in_backward and not self._step.wall:
                 self._step_ends(0.0)  # an optimizer that is not torch's
-            self._step, self._begun, self._in_backward = Step(), time.perf_counter(), False
-            self._worked = time.thread_time()
+            self._step, self._begun, self._in_backward = Step(), self._clock(), False
+            self._worked = self._thread_clock()
 
     def _forward_ends(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._step is not None:
-            worked = time.thread_time() - self._worked
-            self._step.crowd = (time.perf_counter() - self._begun) / max(worked, 1e-9)
+            worked = self._thread_clock() - self._worked
+            self._step.crowd = (self._clock() - self._begun) / max(worked, 1e-9)
             for tensor in tensors_of(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
@@ -172,43 +180,67 @@ class Watch:
     def _backward_begins(self, gradient: Tensor) -> None:
         if self._step is not None and not self._in_backward:
             self._in_backward = True
-            self._step.forward = time.perf_counter() - self._begun
-            self._backward = time.thread_time()
+            self._step.forward = self._clock() - self._begun
+            self._backward = self._thread_clock()
 
     def _marker(self, name: str) -> Callable[[Tensor], None]:
+        watching = weakref.ref(self)  # the garbage collector does not see what hooks of a tensor refer to
+
         def mark(parameter: Tensor) -> None:
-            module = self._module()
-            if self._step is None or module is None or not getattr(module, "require_backward_grad_sync", True):
-                return
-            if not self._in_backward:  # an output that nobody could watch
-                self._backward_begins(parameter)
-            self._step.ready[name] = time.thread_time() - self._backward
-            if len(self.steps) in self._keep and parameter.grad is not None:
-                while len(self.gradients) <= len(self.steps) - self._keep.start:
-                    self.gradients.append({})
-                before = time.thread_time()
-                self.gradients[-1][name] = parameter.grad.detach().clone()
-                self._backward += time.thread_time() - before
+            watch = watching()
+            if watch is not None:
+                watch._is_ready(name, parameter)
 
         return mark
 
+    def _is_ready(self, name: str, parameter: Tensor) -> None:
+        module = self._module()
+        if self._step is None or module is None or not getattr(module, "require_backward_grad_sync", True):
+            return
+        if not self._in_backward:  # an output that has no hook
+            self._backward_begins(parameter)
+        self._step.ready[name] = self._thread_clock() - self._backward
+        if len(self.steps) in self._keep and parameter.grad is not None:
+            while len(self.gradients) <= len(self.steps) - self._keep.start:
+                self.gradients.append({})
+            before = self._thread_clock()
+            self.gradients[-1][name] = parameter.grad.detach().clone()
+            self._backward += self._thread_clock() - before
+
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._optimizing = time.perf_counter()
+        self._optimizing = self._clock()
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         mine = any(id(parameter) in self._own for group in optimizer.param_groups for parameter in group["params"])
         if mine and self._step is not None and self._in_backward and not self._step.wall:
-            self._step_ends(time.perf_counter() - self._optimizing)
+            self._step_ends(self._clock() - self._optimizing)
 
     def _step_ends(self, optimizer: float) -> None:
         assert self._step is not None
         self._step.optimizer = optimizer
-        self._step.wall = time.perf_counter() - self._begun
+        self._step.wall = self._clock() - self._begun
         if not self._markers:
             self.steps.clear()
         self.steps.append(self._step)
         self._step = None
         self._on_step()
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        target = reference()
+        if target is not None:
+            target(*arguments)
+
+    return call
+
+
+def _remove(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""What a page shows, as plain data: numbers and texts, nothing of how it looks."""
+"""The data of a report page: numbers and texts without presentation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .runs import SECONDS, Results, Run, mean, settled, summarise, typical
 from .timeline import coverage, waits
 
 POINTS = 2000
-"""Of a longer run, so many means over neighbouring steps are shown."""
+"""Most points of a curve; longer runs are averaged over neighbouring steps."""
 TRACES = 20
 
 COLUMNS = (*SECONDS, "bytes", "density", "target", "residual_norm")
@@ -39,7 +39,7 @@ def content(given: Sequence[Run | Results]) -> dict[str, Any]:
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no number that is none."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
@@ -65,7 +65,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _columns(steps: Sequence[Step]) -> dict[str, list[float | None]]:
-    """The numbers of all steps, one list a column; means of neighbours where there are too many."""
+    """The numbers of all steps, one list per column; averaged over neighbours beyond POINTS."""
     width = -(-len(steps) // POINTS) or 1
     bins = [steps[at : at + width] for at in range(0, len(steps), width)]
     columns: dict[str, list[float | None]] = {name: [mean(b, name) for b in bins] for name in COLUMNS}
@@ -75,7 +75,7 @@ def _columns(steps: Sequence[Step]) -> dict[str, list[float | None]]:
 
 
 def _notes(found: Journal) -> dict[str, dict[str, list[float | None]]]:
-    """Each number of the user's own: step, time, value."""
+    """Each user-defined metric as columns: step, time, value."""
     notes: dict[str, dict[str, list[float | None]]] = {}
     for note in sorted(found.notes, key=lambda note: (note.step, note.time)):
         for name, value in note.values.items():
@@ -105,7 +105,7 @@ def _rank(found: Journal) -> dict[str, Any]:
 
 
 def _groups(found: Journal, groups: Sequence[GroupLine], plan: Plan | None) -> list[dict[str, Any]]:
-    """What was chosen for each group, why, and what it took, as medians over the steps since then."""
+    """Codec, reason and costs of each group; costs are medians over the steps of the current layout."""
     began = found.layouts[-1].step if found.layouts else 0
     steps = settled([s for s in found.steps if s.step > began and len(s.groups) == len(groups) and not s.skipped])
     rows = []
@@ -135,23 +135,23 @@ def _groups(found: Journal, groups: Sequence[GroupLine], plan: Plan | None) -> l
 
 def _planned(plan: Plan, group: GroupLine) -> PlanGroup | None:
     if group.name.startswith(SMALL_GROUP):
-        return None  # tensors of several groups of the plan, whose times are not theirs
+        return None  # combines tensors of several groups of the plan, so none of their predictions applies
     names = set(group.tensors)
     return next((one for one in plan.groups if names.intersection(one.names)), None)
 
 
 def _why(group: GroupLine, asked: str, planned: PlanGroup | None) -> str:
     if group.name.startswith(SMALL_GROUP):
-        return "small or excluded tensors travel dense, together"
+        return "small or excluded tensors are sent dense, together"
     if planned is None:
-        return f"asked for: {asked}"
+        return f"requested: {asked}"
     if planned.codec == "dense" and not planned.chain:
-        return "the plan: within its slack nothing is gained by compressing this group"
-    return "the plan: least loss among those that are nearly fastest"
+        return "the plan: compressing this group gains nothing within its slack"
+    return "the plan: least loss among the nearly fastest options"
 
 
 def _sums(planned: PlanGroup) -> dict[str, float]:
-    """Predicted seconds by what they are spent on, and when the group is through."""
+    """Predicted seconds by phase."""
     spent = {"encode": 0.0, "wire": 0.0, "decode": 0.0}
     for operation in planned.operations:
         kind = "wire" if operation.lane == "wire" else "encode" if operation.name == "encode" else "decode"
@@ -176,7 +176,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
 
 
 def _predicted(plan: Plan, groups: Sequence[GroupLine]) -> list[list[Any]]:
-    """Operations of the plan as [group, name, lane, start, end], with the group's number in the layout."""
+    """Operations of the plan as [group, name, lane, start, end], with the group's index in the layout."""
     home = {name: at for at, group in enumerate(groups) for name in group.tensors}
     spans: list[list[Any]] = []
     for one in plan.groups:
@@ -187,7 +187,7 @@ def _predicted(plan: Plan, groups: Sequence[GroupLine]) -> list[list[Any]]:
 
 
 def _trace(found: Journal, trace: Trace) -> dict[str, Any]:
-    """One step, in seconds since backward began; where nobody saw that, since the first bucket was ready."""
+    """A traced step, in seconds since the start of backward if recorded, otherwise since the first bucket was ready."""
     backward = [span.start for span in trace.spans if span.lane == "job" and span.name == "backward"]
     zero = backward[-1] if backward else min((arrival.at for arrival in trace.arrivals), default=0.0)
     return {

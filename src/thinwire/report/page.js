@@ -369,7 +369,7 @@
           element("span", {}, milli(row.seconds) + " ms" + (row.ratio_to_fp32 ? ", " + plain(1 / row.ratio_to_fp32, 3) + " x" : "")));
         part.append(line);
       }
-      part.append(element("p", { class: "note" }, known(first.ratio_to_fp32) ? "Milliseconds a step, and how much faster than fp32; the line is the 95 % interval." : ""));
+      part.append(element("p", { class: "note" }, known(first.ratio_to_fp32) ? "Milliseconds per step, and how much faster than fp32; the line is the 95 % interval." : ""));
     }
     return part;
   }

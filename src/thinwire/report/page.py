@@ -1,4 +1,4 @@
-"""One HTML page that holds everything: data, charts, styles. It asks nothing of a network and opens from a file."""
+"""Self-contained HTML report pages: data, charts and styles in one file, without network access."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page(given: Sequence[Run | Results]) -> str:
 
 
 def embed(data: Any) -> str:
-    """JSON that no reader of HTML can take for anything else: it ends no script, opens no comment, names no entity."""
+    """JSON escaped for a script element: no end tag, comment or entity can appear in it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,4 +1,4 @@
-"""Runs and results as they are given on the command line."""
+"""Loads and summarises runs (journals) and benchmark results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import msgspec
 from ..engine import journal
 from ..engine.journal import Journal, Step
 from ..errors import JournalError
+from ..ranges import Amount
 
 SECONDS = ("seconds", "compute", "exposed", "encode", "wire", "decode")
 
 
 class ResultError(JournalError):
-    """A result file that is none, or of a command that cannot be shown."""
+    """A file that is not a result file, or of a command that reports cannot show."""
 
 
 @dataclass
@@ -30,12 +31,12 @@ class Run:
 
     @property
     def first(self) -> Journal:
-        """That of rank 0, or of the lowest rank that wrote."""
+        """The journal of rank 0, or of the lowest rank that wrote one."""
         return self.journals[0]
 
 
 class Results(msgspec.Struct):
-    """What a `bench` command wrote with `--json`."""
+    """A result file, written by a `bench` command with `--json`."""
 
     command: str
     rows: list[dict[str, Any]]
@@ -46,7 +47,7 @@ class Results(msgspec.Struct):
 
 
 def load(path: str | Path) -> Run | Results:
-    """A run (file or folder that `wire.log_to` writes), or a result file of `bench step`."""
+    """Load a run (file or folder written by `wire.log_to`), or a result file of `bench step`."""
     path = Path(path)
     if path.is_file() and path.suffix == ".json":
         return _results(path)
@@ -57,19 +58,24 @@ def load(path: str | Path) -> Run | Results:
 def _results(path: Path) -> Results:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Results)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ResultError(f"{path}: no result file of thinwire: {error}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ResultError(f"{path}: not a result file of thinwire: {error}") from None
     needed = ("method", "rate", "seconds")
     if not found.rows or any(name not in row for row in found.rows for name in needed):
         raise ResultError(
             f"{path}: results of {found.command!r} have no {', '.join(needed)}; `bench step` writes them"
         )
+    for number, row in enumerate(found.rows):
+        try:
+            msgspec.convert(row["seconds"], Amount)
+        except msgspec.ValidationError as error:
+            raise ResultError(f"{path}: rows[{number}].seconds: {error}") from None
     found.name = path.stem
     return found
 
 
 def settled(steps: Sequence[Step]) -> list[Step]:
-    """Without the beginning: the dense steps, where others follow, and the first ones, which also make buffers."""
+    """Without the start of the run: dense steps before compressed ones, and first steps, which allocate buffers."""
     timed = [step for step in steps if step.seconds is not None]
     compressed = [step for step in timed if step.path == "layout"]
     chosen = compressed or timed
@@ -77,7 +83,7 @@ def settled(steps: Sequence[Step]) -> list[Step]:
 
 
 def typical(steps: Sequence[Step]) -> list[Step]:
-    """The middle half of them, by length: means over it are not moved by a few slow steps, and their parts add up."""
+    """The middle half by step time: its means are robust against a few slow steps, and phases still add up."""
     ordered = sorted(steps, key=lambda step: step.seconds or 0.0)
     return ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
 
@@ -88,11 +94,12 @@ def mean(steps: Sequence[Step], name: str) -> float | None:
 
 
 def summarise(run: Run, last: int | None = None) -> dict[str, Any]:
-    """One flat row of a run: means over its typical steps, or over those of the last ones."""
+    """One flat row per run: means over typical steps, optionally of the `last` steps only."""
     found = run.first
     steps = settled(found.steps)[-last:] if last else settled(found.steps)
     elements = sum(group.elements for group in found.layouts[-1].groups) if found.layouts else None
-    notes = [note.values["loss"] for note in found.notes if note.values.get("loss") is not None]
+    losses = [loss for note in found.notes if (loss := note.values.get("loss")) is not None][-10:]
+    # Each loss is divided first, because the sum of those of a job that diverges may be infinite.
     return {
         "run": run.name,
         "codec": found.layouts[-1].codec if found.layouts else found.start.codec,
@@ -105,5 +112,5 @@ def summarise(run: Run, last: int | None = None) -> dict[str, Any]:
         "target": mean(steps[-1:], "target"),
         "residual_norm": next((s.residual_norm for s in reversed(found.steps) if s.residual_norm is not None), None),
         "skipped": sum(step.skipped for step in found.steps),
-        "loss": statistics.fmean(x for x in notes[-10:] if x is not None) if notes else None,
+        "loss": sum(loss / len(losses) for loss in losses) if losses else None,
     }

@@ -1,4 +1,4 @@
-"""What the exchange thread did in a traced step, and what it waited for when it did nothing."""
+"""Work and waits of the exchange thread in a traced step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Interval(NamedTuple):
 
 
 def merged(spans: Iterable[Interval]) -> list[Interval]:
-    """The same time, without overlap, in order."""
+    """The union of intervals, sorted and disjoint."""
     result: list[Interval] = []
     for span in sorted(spans):
         if result and span.start <= result[-1].end:
@@ -27,7 +27,7 @@ def merged(spans: Iterable[Interval]) -> list[Interval]:
 
 
 def without(spans: Iterable[Interval], taken: Iterable[Interval]) -> list[Interval]:
-    """What of `spans` lies outside of `taken`."""
+    """The parts of `spans` outside `taken`."""
     gone = merged(taken)
     result = []
     for start, end in merged(spans):
@@ -47,19 +47,18 @@ def seconds(spans: Iterable[Interval]) -> float:
 
 
 def exchange(trace: Trace) -> Interval:
-    """From the first bucket that was ready to the moment when the last one was handed back."""
+    """From the first ready bucket to the end of the step."""
     return Interval(min((arrival.at for arrival in trace.arrivals), default=0.0), trace.seconds)
 
 
 def waits(trace: Trace) -> list[Span]:
-    """What the exchange thread waited for when it did nothing.
+    """Idle times of the exchange thread by reason.
 
-    wire      a collective is under way
-    a core    a bucket is ready, or a collective has ended, but the thread was not let on: other threads have the cores, or
-              Python's lock
-    backward  neither, until the next bucket is ready
+    wire      a collective is in progress
+    a core    a bucket is ready or a collective has ended, but other threads hold the cores or the interpreter lock
+    backward  neither; the next bucket is not ready yet
 
-    What is left between its spans is its own bookkeeping, which nobody has timed.
+    Remaining gaps are the thread's own bookkeeping, which is not timed.
     """
     work = sorted((span for span in trace.spans if span.lane == "thread"), key=lambda span: span.start)
     wire = [span for span in trace.spans if span.lane == "wire"]
@@ -80,12 +79,12 @@ def _interval(span: Span) -> Interval:
 
 
 def _next(work: Iterable[Span], at: float, otherwise: float, group: int | None = None) -> float:
-    """When the thread began the next piece of work, or the next one of a group."""
+    """Start of the thread's next piece of work, optionally of a group."""
     return next((span.start for span in work if span.start >= at and group in (None, span.group)), otherwise)
 
 
 def coverage(trace: Trace) -> float:
-    """How much of the exchange is inside of a span: work, or a wait whose reason is known."""
+    """Fraction of the exchange covered by work or by waits with a known reason."""
     whole = exchange(trace)
     named = [Interval(span.start, span.end) for span in (*trace.spans, *waits(trace)) if span.lane == "thread"]
     length = whole.end - whole.start

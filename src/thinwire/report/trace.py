@@ -1,7 +1,7 @@
 """Traced steps as Chrome trace JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A process is a rank. Its threads: training, the exchange thread, and as many lanes of the wire as collectives overlap. A flow
-leads from the bucket that completed a group, in backward, through everything that was done with it.
+A process is a rank. Its threads are training, the exchange thread, and as many wire lanes as collectives overlap. A flow
+connects the bucket that completed a group, in backward, with all work on the group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 def chrome(run: Run) -> dict[str, Any]:
-    """The whole file as an object. Times are microseconds since the first traced step, by the clocks of the ranks."""
+    """The trace as a JSON object. Times are microseconds since the first traced step, by each rank's clock."""
     events: list[Event] = []
     began = min((trace.time for found in run.journals for trace in found.traces.values()), default=0.0)
     for found in run.journals:
@@ -27,7 +27,7 @@ def chrome(run: Run) -> dict[str, Any]:
         first = next(iter(found.traces.values()), None)
         for trace in found.traces.values():
             assert first is not None
-            # The wall clock is too coarse for steps that follow each other at once.
+            # The wall clock is too coarse for consecutive steps.
             offset = 1e6 * (first.time - began + trace.clock - first.clock)
             scribe = _Scribe(rank, trace, offset, found.layout_of(trace.step, trace.path))
             events += scribe.events()
@@ -57,7 +57,7 @@ def _metadata(pid: int, tid: int, what: str, **args: Any) -> Event:
 
 
 class _Scribe:
-    """Writes one step of one rank."""
+    """Events of one step of one rank."""
 
     def __init__(self, rank: int, trace: Trace, offset: float, groups: Sequence[GroupLine]) -> None:
         self.rank, self.trace, self.offset, self.groups = rank, trace, offset, groups
@@ -82,7 +82,7 @@ class _Scribe:
         return self._events
 
     def _buckets(self) -> dict[int, float]:
-        """One slice for each bucket, inside of what the training thread did; and where the flow of each group begins."""
+        """Add a slice per bucket within backward; returns where the flow of each group starts."""
         inside = [span for span in self.trace.spans if span.lane == "job" and span.name in ("backward", "compute")]
         begin = inside[-1].start if inside else 0.0
         limit = inside[-1].end if inside else self.trace.seconds
@@ -97,7 +97,7 @@ class _Scribe:
         return starts
 
     def _on_lanes(self, spans: Iterable[Span]) -> list[tuple[int, Span]]:
-        """Slices of one thread must nest, and collectives only overlap: each goes to the first lane that is free."""
+        """Slices of a thread must nest, but collectives overlap: each goes to the first free lane."""
         free: list[float] = []
         placed = []
         for span in sorted(spans, key=lambda span: span.start):

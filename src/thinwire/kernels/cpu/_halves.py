@@ -1,4 +1,4 @@
-"""Numbers of 16 bits: one float32 to the bits that are sent, and back.  Shared by kernels of several files, see `_jit`."""
+"""Conversion of float32 to fp16 and bf16 bits and back.  Shared by kernels of several files, see `_jit`."""
 
 import numpy as np
 

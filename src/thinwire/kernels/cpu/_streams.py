@@ -1,7 +1,7 @@
-"""Stores past the cache, 16 elements at once, given to Numba as LLVM code: zeros, and the point of a step in update space.
+"""Non-temporal stores of 16 elements as LLVM intrinsics: zeros, and the point of a step in update space.
 
-A plain store reads the cache line first, which nobody asked for: of such a step that is a sixth of all it moves. Other threads
-see what was stored once the caller has taken the interpreter lock back, which orders it.
+An ordinary store first reads its cache line, a sixth of the memory traffic of such a step. Other threads see what was stored
+once the caller has re-acquired the interpreter lock, which acts as a fence.
 """
 
 from collections.abc import Callable
@@ -80,12 +80,12 @@ def _advance(kind: Momentum) -> Callable[..., int]:
 stream_zeros: Callable[[NDArray[np.float32], int], None] = cast(Any, intrinsic(_store_zeros))
 """`stream_zeros(x, start)`: zero x[start : start + 16] without reading its cache line first.
 
-The caller sees to it that x[start] lies on a multiple of ALIGNMENT bytes, and start + 16 <= x.size.
+The caller ensures that x[start] is aligned to ALIGNMENT bytes, and start + 16 <= x.size.
 """
 
 advance_without, advance_with, advance_nesterov = (_advance(kind) for kind in ("none", "plain", "nesterov"))
 """`advance_with(shared, error, momentum, gradient, point, start, lr, mu, scale, strength)`: elements [start, start + 16) of the
-step in `updates.advance` without decay; bit i of the result says that an error is not finite.
+step in `updates.advance` without decay; the result is non-zero if an error is not finite.
 
-The caller sees to it that point[start] lies on a multiple of ALIGNMENT bytes, and start + 16 <= point.size.
+The caller ensures that point[start] is aligned to ALIGNMENT bytes, and start + 16 <= point.size.
 """

@@ -1,4 +1,4 @@
-"""Adding a tile of gradient to a residual, with its test, in one visit; and asking for memory before it is needed.
+"""Tile-wise accumulation with a finite test, and prefetching.
 
 Shared by kernels of several files, see `_jit`.
 """
@@ -17,7 +17,7 @@ from thinwire.kernels.cpu._jit import kernel
 Floats = NDArray[np.float32]
 
 TILE = 4096
-AHEAD = 24  # entries of a list: how early to ask for their cache lines, which takes as long as some ten of them
+AHEAD = 24  # prefetch distance in list entries: a cache line takes about as long as ten of them
 _BLOCK = 64
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _EXPONENT = 0x7F800000  # all ones exactly for NaN and infinity
@@ -60,19 +60,19 @@ def _prefetch(_context: Any, array: Any, _place: Any) -> Any:
 
 
 _add_block: Callable[[Floats, Floats, Floats, int, int], np.uint64] = cast(Any, intrinsic(_add_and_keep))
-"""`_add_block(residual, gradient, before, start, at)`: 64 elements from `start` on are added, and what they were is kept
-in `before` from `at` on; bit i of the result says that sum i is not finite."""
+"""`_add_block(residual, gradient, before, start, at)` adds 64 elements from `start` on and saves their old values in
+`before` from `at` on; bit i of the result is set if sum i is not finite."""
 
 prefetch: Callable[[Floats, int], None] = cast(Any, intrinsic(_prefetch))
-"""`prefetch(x, place)`: have the cache line of x[place] brought near, to be read and written soon. Any place is allowed."""
+"""`prefetch(x, place)`: load the cache line of x[place] for reading and writing. Any place is allowed."""
 
 
 @kernel
 def add_tile(residual: Floats, gradient: Floats, tile: int, before: Floats) -> bool:
     """`residual += gradient` on the tile of 4096 elements from `tile` on, unless a sum of it is not finite.
 
-    before float32 (4096,) is where the tile is kept until all of it is known to be finite: it stays in the nearest cache,
-    which took a fifth less time than testing the sums first and adding then.
+    before float32 (4096,) holds the old values until all sums are known to be finite: it stays in the first-level cache,
+    which took a fifth less time than testing the sums before adding.
     """
     end = min(tile + TILE, residual.size)
     whole = end - (end - tile) % _BLOCK

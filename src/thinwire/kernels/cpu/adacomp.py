@@ -10,7 +10,7 @@ and a bit LAST on the last word of a bin.  An empty bin is the index of all ones
 the index of all ones without LAST, then one raw word with their number (at most 255 or 65535; then it starts again).
 
 Two larger units, both of whole bins.  A *block*, near 4096 elements, is tested for finite sums before it is added, and
-stays in the first-level cache while it is worked on; a short last bin is a block of its own.  A *tile*, near 4096
+stays in the first-level cache while it is worked on; a short last bin is a separate block.  A *tile*, near 4096
 elements for words of 8 bits and 16384 for words of 16, has its own scale and word offset; a run of empty bins ends
 with its tile, so that tiles decode alone, and a segment can be encoded in pieces of whole tiles, by any number of
 threads, with the same bits.
@@ -265,7 +265,7 @@ def layer_scale(maxima: NDArray[np.float64], bins: int) -> float:
 def cut_segment(
     words: Words, offsets: NDArray[np.uint32], bins: int, bin_length: int, first_bin: int, capacity: int, out: Words
 ) -> tuple[int, int]:
-    """Copy to `out` the words of as many bins as fit into `capacity` words, from first_bin on, going round once.
+    """Copy to `out` the words of as many bins as fit into `capacity` words, from first_bin on, cyclically.
 
     words and offsets are what `encode_segment` wrote for a segment of `bins` bins.  Returns (bins, words written).
     The last bin may lose its later words, so that one word of capacity is enough to go on.
@@ -374,7 +374,7 @@ def _decode_bins(
 def decode_segment(
     words: Words, bin_length: int, scales: Floats, out: Floats, multiplier: float, first_bin: int, bins: int
 ) -> int:
-    """`out[e] += sign * (scale * multiplier)` for every element in `bins` bins from first_bin on, going round once.
+    """`out[e] += sign * (scale * multiplier)` for every element in `bins` bins from first_bin on, cyclically.
 
     words: exactly those of these bins.  scales float32: one for the segment, or one for each tile of all of it.  out
     float32 (n,).  With -1 as multiplier and the residual as out, takes out what was sent.  Returns 0, or a
@@ -413,8 +413,8 @@ def decode_all(
     """Zero in `out`, then `decode_segment` for each rank in order; returns (0 or an error, rank it is in).
 
     words[starts[rank] : stops[rank]] is the message of a rank, scales (ranks, 1 or tiles) has its scales.  When all
-    messages are whole they are added tile by tile, which takes
-    0.5 to 1.0 of the time; the bits are the same.
+    messages are whole they are added tile by tile, which takes 0.5 to 1.0 of
+    the time, with the same bits.
     Memory: the words, one write pass, and the cache lines of cut messages.
     """
     total = (out.size + bin_length - 1) // bin_length

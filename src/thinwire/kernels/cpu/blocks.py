@@ -1,6 +1,6 @@
-"""Contiguous blocks of several tensors at once, compiled: take them out of a flat vector, or write them into one.
+"""Contiguous blocks of several tensors: take them out of a flat vector, or add them to one.
 
-A block of `length` elements begins at `start` within its tensor and wraps round its end.
+A block of `length` elements begins at `start` within its tensor and wraps around its end.
 """
 
 import numpy as np

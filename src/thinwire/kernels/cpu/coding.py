@@ -3,7 +3,7 @@
 `data` is a whole message, uint8; `at` and `stop` are byte offsets into it.  Entries to write are the positions in two
 ranges of the entry list, `kept`, since a message that was cut leaves out one range.  Kernels that write trust their
 arguments; kernels that read trust `elements`, `entries`, the offsets and the sizes of the arrays, which the caller has
-checked against each other, and nothing that stands between `at` and `stop`.  Equal to `reference.coding` bit for bit.
+checked against each other, but none of the bytes between `at` and `stop`.  Equal to `reference.coding` bit for bit.
 
 Offsets into bytes are uint64: LLVM then joins the byte accesses into one access of 8 bytes, on any alignment, while a
 signed offset would first be tested for a negative value.  A uint64 and a plain integer would make a float64, hence
@@ -80,7 +80,7 @@ def read_values(data: Bytes, at: int, entries: int, coding: int, values: Floats)
 
 @kernel
 def rounded(values: Floats, coding: int, out: Floats) -> None:
-    """`out[i]` is what the receiver will see of `values[i]`.  Memory: one read, one write."""
+    """`out[i]` is `values[i]` as decoded by the receiver.  Memory: one read, one write."""
     for i in range(values.size):
         out[i] = widen(narrow(values[i], coding), coding)
 
@@ -89,9 +89,9 @@ def rounded(values: Floats, coding: int, out: Floats) -> None:
 def take_rounded(
     residual: Floats, indices: Indices, coding: int, limit: float, words: NDArray[np.uint16], values: Floats
 ) -> None:
-    """Take what 16 bits can say of `residual[indices[i]]` and leave the rest there.
+    """Take `residual[indices[i]]` rounded to 16 bits, and leave the rounding error there.
 
-    `words[i]` is that element, within +-limit and rounded; `values[i]` is what it stands for.
+    `words[i]` is the element, clipped to +-limit and rounded; `values[i]` is the same as float32.
     residual float32 (n,), indices int32 (k,), distinct, words uint16 (k,), values float32 (k,).
     Memory: k cache lines read and written.
     """
@@ -125,14 +125,11 @@ def _code_bits(gap: int, parameter: int, width: int) -> int:
 
 
 @kernel
-def rice_bits(indices: Indices, kept: Kept, parameter: int, width: int) -> int:
-    """Bits of the kept entries in Rice coding; `width` is the number of bits of the largest possible gap."""
-    return _rice_bits_of_three(indices, kept, parameter, width)[1]
-
-
-@kernel
 def _rice_bits_of_three(indices: Indices, kept: Kept, parameter: int, width: int) -> tuple[int, int, int]:
-    """With one parameter less, with this one, and with one more, where there are.  Memory: one read of the entries."""
+    """Bits of the kept entries with one parameter less, with this one, and with one more, where there are.
+
+    `width` is the number of bits of the largest possible gap.  Memory: one read of the entries.
+    """
     below, above = max(parameter - 1, 0), min(parameter + 1, LARGEST_PARAMETER)
     fewer, same, more = 0, 0, 0
     previous = -1
@@ -143,7 +140,7 @@ def _rice_bits_of_three(indices: Indices, kept: Kept, parameter: int, width: int
         fewer += _code_bits(gap, below, width)
         same += _code_bits(gap, parameter, width)
         more += _code_bits(gap, above, width)
-        for i in range(begin + 1, end):  # each gap by itself, so that several are done at once
+        for i in range(begin + 1, end):  # gaps are independent of each other, so that several are in flight
             gap = int(indices[i]) - int(indices[i - 1]) - 1
             fewer += _code_bits(gap, below, width)
             same += _code_bits(gap, parameter, width)
@@ -203,7 +200,7 @@ def write_rice(indices: Indices, kept: Kept, parameter: int, width: int, data: B
             else:
                 pending |= gap << (_16 + count)
                 count += _16 + np.uint64(width)
-            if place + _8 <= last:  # bytes past `count` are written again by the entries that follow
+            if place + _8 <= last:  # bytes past `count` are overwritten by the entries that follow
                 data[place] = np.uint8(pending)
                 data[place + _1] = np.uint8(pending >> _8)
                 data[place + _2] = np.uint8(pending >> _16)
@@ -350,8 +347,8 @@ def add_rice(
 ) -> Outcome:
     """`out[index] += value * scale` for every entry.  Memory: one read of the message, one cache line an entry.
 
-    Block by block: the loop that adds is short, so that the processor waits for many cache lines at once.  Decoding
-    each index just before its addition takes more than twice as long.
+    Block by block: the loop that adds is short, so that the CPU has many cache misses in flight.  Decoding each index just
+    before its addition takes more than twice as long.
     """
     last, shift, bits = np.uint64(stop), np.uint64(parameter), np.uint64(width)
     bit, index = np.uint64(at) << _3, -1

@@ -1,11 +1,10 @@
-"""Top-k by threshold: which threshold, found in how few passes (specification `laplace`, sections 1.3, 4 and 5).
+"""Top-k by threshold: search for the threshold in few passes (`docs/methods/laplace.md`).
 
-The usual step is one streaming pass: with the threshold of the step before `accumulate_take` adds the gradient and takes
-what lies above it, tile by tile; if their number is within the tolerance, that was all.  Where the threshold moves too fast
-for that, and for an exact choice, it is lowered a little, and `accumulate_collect` keeps a short list of candidates; all
-else happens on that list.  Only the first step, and one in which the list turns out too short or too long, reads the vector
-again.  Every search ends: after `MAX_PASSES` counting passes the bits of the magnitudes decide, which takes three passes at
-most, whatever the data.
+The usual step is one streaming pass: with the threshold of the step before, `accumulate_take` adds the gradient and takes
+what lies above it, tile by tile; if the count is within the tolerance, the step is done.  If the threshold moves too fast for
+that, and for exact selection, it is lowered a little, and `accumulate_collect` keeps a short list of candidates; the rest
+happens on that list.  Only the first step, and one whose list is too short or too long, reads the vector again.  Every search
+terminates: after `MAX_PASSES` counting passes it continues on the bits of the magnitudes, at most three passes for any data.
 """
 
 import math
@@ -23,18 +22,18 @@ MAX_PASSES = 6
 _BINS = 2048  # 11 of the 31 bits of a magnitude at a time
 _LARGEST = float(np.finfo(np.float32).max)
 _LISTED = 2.0  # candidates aimed at, as a multiple of k
-_SURE = 0.6  # part of the tolerance within which a guess must have been for the next one to be taken at its word
+_SURE = 0.6  # share of the tolerance within which a guess must have been for the next one to be trusted
 _TREND = 0.5  # weight of the last step in the drift
 
 
 class Warm(NamedTuple):
-    """What one step leaves for the next; the default is a cold start."""
+    """Search state carried to the next step; the default is a cold start."""
 
     threshold: float = 0.0  # the best guess of the threshold for exactly k
     tail: float = 0.0  # how much lower the threshold for e k is: the scale of the tail there; 0 is cold
     k: int = 0
-    drift: float = 0.0  # how much the threshold has risen of late, a step
-    steady: bool = False  # whether the guess for the last step would have done
+    drift: float = 0.0  # recent rise of the threshold per step
+    steady: bool = False  # whether the guess for the last step was good enough
 
 
 class Cut(NamedTuple):
@@ -52,8 +51,10 @@ class Picked(NamedTuple):
     finite: bool
     taken: int
     warm: Warm
-    passes: int  # over the whole vector, beside the pass that accumulates
-    rounded: bool = False  # whether values are already as the coding has them, and their rounding is in the residual
+    passes: int  # over the whole vector, in addition to the one that accumulates
+    rounded: bool = (
+        False  # whether values are rounded by the coding already, and the rounding error is in the residual
+    )
 
 
 def accumulate_pick(
@@ -72,10 +73,10 @@ def accumulate_pick(
     residual and gradient float32 (n,); indices int32 and values float32 (capacity,).  The count lies in
     [(1 - tolerance) k, (1 + tolerance) k].  It is exactly k where ties allow no such threshold, and with `exact`; both
     take the lowest index first among equals.  It is the number of non-zeros where there are no more.  The capacity
-    must hold that count; 8 k makes a second look at the vector rare, and n makes it impossible.  When the sum is not
-    finite nothing is taken and `warm` stays.  Where the first guess does, values are rounded as `coding` sends them.
+    must hold that count; with 8 k a second pass over the vector is rare, with n it never happens.  When the sum is not
+    finite nothing is taken and `warm` stays.  If the first guess is accepted, values are rounded as `coding` sends them.
 
-    Memory: one pass when warm (2 reads, 1 write), and `taken` cache lines where the first guess did not do; each of `passes`
+    Memory: one pass when warm (2 reads, 1 write), and `taken` cache lines if the first guess is rejected; each of `passes`
     reads the vector once more.
     """
     low = k if exact else max(1, math.ceil((1.0 - tolerance) * k))
@@ -86,7 +87,7 @@ def accumulate_pick(
     if k <= 0:
         return Picked(sliced.accumulate(residual, gradient), 0, warm, 0)
 
-    # Where the vector must be searched: the exact choice needs a list to choose from, the other one just a threshold.
+    # For a search of the vector: exact selection needs a list to choose from, otherwise a threshold is enough.
     window = (k, min(2 * k, room)) if exact else (low, high)
     cut = listed = None
     if residual.size <= room or warm.tail > 0.0:
@@ -133,10 +134,10 @@ def _expected(warm: Warm) -> float:
 
 
 def _follow(warm: Warm, taken: int, threshold: float) -> Warm:
-    """The threshold did: correct it for the next step along the slope that the last list gave.
+    """The threshold was accepted: correct it for the next step along the slope of the last list.
 
-    By half of what that slope asks for, and the slope itself by the root of the change: a slope that is out of date would
-    otherwise let the count swing. Where it is still too wrong the count misses, and there is a new list.
+    By half of what the slope suggests, and the slope itself by the square root of the change: an outdated slope would
+    otherwise make the count oscillate. If it is still too wrong the count misses the window, and there is a new list.
     """
     guess = max(0.0, threshold + 0.5 * warm.tail * math.log(taken / warm.k))
     tail = warm.tail * math.sqrt(guess / warm.threshold) if guess > 0.0 < warm.threshold else warm.tail
@@ -144,22 +145,22 @@ def _follow(warm: Warm, taken: int, threshold: float) -> Warm:
 
 
 def _drift(warm: Warm, guess: float) -> float:
-    """What to expect of the next step: an average over the last ones."""
+    """Expected rise of the threshold in the next step: an average over the last ones."""
     return warm.drift + _TREND * (guess - warm.threshold - warm.drift)
 
 
 def _below(warm: Warm, k: int) -> float:
-    """Where to start the list: the threshold above which the tail should have some more than k elements."""
+    """Threshold of the list: somewhat more than k elements should lie above it."""
     return _rounded(max(0.0, _expected(warm) + warm.tail * math.log(warm.k / (_LISTED * k))))
 
 
 def _keep(
     warm: Warm, k: int, taken: int, threshold: float, excess: float, listed: Cut | None, tolerance: float
 ) -> Warm:
-    """For the next step: the tail's scale from two counts where there are two, else from the mean excess.
+    """State for the next step: the scale of the tail from two counts if there are two, else from the mean excess.
 
-    The mean excess is the scale of the whole tail above the threshold; where a few large values rule it, as with heavy
-    tails, lists would become several times too long.
+    The mean excess is the scale of the whole tail above the threshold; with heavy tails a few large values dominate it, and
+    lists would become several times too long.
     """
     if taken == 0:
         return Warm()
@@ -171,7 +172,7 @@ def _keep(
     guess = max(0.0, threshold + tail * math.log(taken / k))
     if warm.k != k or tail <= 0.0:
         return Warm(guess, tail, k)
-    missed = abs(guess - _expected(warm)) / tail  # logarithm of the share by which the count at the guess was off
+    missed = abs(guess - _expected(warm)) / tail  # logarithm of the factor by which the count at the guess deviated
     return Warm(guess, tail, k, _drift(warm, guess), missed < _SURE * math.log1p(tolerance))
 
 
@@ -183,7 +184,7 @@ def _search_cold(x: Floats, k: int, window: tuple[int, int], total: float, large
 
 
 def _search_again(x: Floats, k: int, window: tuple[int, int], seen: Cut, tail: float) -> Cut:
-    """After a list that was too long or too short: correct its threshold, or start cold when it was far off."""
+    """After a list that was too long or too short: correct its threshold, or start cold if it was far too short or long."""
     if k <= 4 * seen.selected <= 64 * k:
         start = seen.threshold + tail * math.log(seen.selected / k)
         lo, hi = (seen.threshold, _LARGEST) if seen.selected > k else (0.0, seen.threshold)
@@ -220,7 +221,7 @@ def search(x: Floats, k: int, window: tuple[int, int], lo: float, hi: float, sta
         else:
             hi, ends = threshold, (ends[0], count)
         if repeated:
-            break  # nothing lies between here and where an end was: ties or outliers, which the bits settle at once
+            break  # nothing lies between here and an end: ties or outliers, which the search by bits resolves
         threshold = threshold + excess / count * math.log(count / target) if count else lo
     cut = search_bits(x, k, window, lo, hi)
     return cut._replace(passes=cut.passes + passes)

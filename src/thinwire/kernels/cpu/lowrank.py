@@ -1,7 +1,7 @@
-"""Low rank: orthonormal rows, and the product of two thin factors.
+"""PowerSGD: orthonormalisation, and the product of two thin factors.
 
-Ranks must get the same bits here whatever their processor, so a matrix library, whose order of additions depends on
-the machine, the number of threads and the alignment, will not do.  Factors are float32 and C-contiguous: p (rank, rows),
+Ranks must get the same bits here on any CPU, which excludes matrix libraries: their order of additions depends on the
+machine, the number of threads and the alignment.  Factors are float32 and C-contiguous: p (rank, rows),
 q (rank, columns); a matrix is flat, row by row.  Equal to `reference.lowrank` bit for bit.
 """
 

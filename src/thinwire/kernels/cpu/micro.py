@@ -84,12 +84,3 @@ def accumulate_select_segments(
             wanted = _select(bits, first, border, threshold, start, indices, wanted)
             first = border
     return finite, wanted, min(wanted, indices.size)
-
-
-def accumulate_select(
-    residual: Floats, gradient: Floats, start: int, stop: int, threshold: float, indices: Indices
-) -> tuple[bool, int, int]:
-    """`accumulate_select_segments` with one threshold, rounded to float32, for the whole of [start, stop)."""
-    ends = np.array([stop], np.int64)
-    thresholds = np.array([threshold], np.float32)
-    return accumulate_select_segments(residual, gradient, start, stop, ends, thresholds, indices)

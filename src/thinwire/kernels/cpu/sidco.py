@@ -1,4 +1,4 @@
-"""SIDCo: what one stage needs to know of the magnitudes above a threshold.
+"""SIDCo: statistics of the magnitudes above a threshold, for one stage.
 
 Arrays are flat and contiguous float32.  Float sums are float64, tile by tile of 4096 in order, with 64 partial sums
 within a tile; equal to `reference.sidco` bit for bit.

@@ -1,8 +1,8 @@
-"""The passes over a whole group, cut into slices that a few threads share.
+"""Multi-threaded passes over a whole group, in slices.
 
-`set_threads(n)` or the environment variable THINWIRE_THREADS says how many; one is the default, because a rank usually has
-one core to itself and backward is on it. Slices are the same whatever the number of threads, and what they found is put
-together in their order: results do not depend on it. Kernels release the interpreter lock, so threads run side by side.
+`set_threads(n)` or THINWIRE_THREADS sets the number of threads; the default is one, because a rank usually has one core and
+backward runs on it. Slices do not depend on the number of threads, and their results are combined in order, so neither do
+results. Kernels release the interpreter lock, so threads run in parallel.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ Floats = NDArray[np.float32]
 Indices = NDArray[np.int32]
 Result = TypeVar("Result")
 
-SLICE = 1 << 20  # elements: a multiple of every kernel's tile, and large beside what handing it over costs
+SLICE = 1 << 20  # elements: a multiple of every kernel's tile, and large enough to amortise the hand-over
 
-_pool: ThreadPoolExecutor | None = None
+pool: ThreadPoolExecutor | None = None
+"""None while one thread does all the work: kernels can then be called without a way through here."""
 _threads = 1
 
 
 def set_threads(count: int) -> None:
-    """Let `count` threads of this process share the passes over memory, of all wires together."""
-    global _pool, _threads
+    """Let `count` threads of this process share the passes over memory, for all wires together."""
+    global pool, _threads
     if not (isinstance(count, int) and count >= 1):
         raise ValueError(f"the number of threads must be a whole number from 1 on, not {count!r}")
-    if _pool is not None:
-        _pool.shutdown()
-    # The thread that asks works too.
-    _pool = ThreadPoolExecutor(count - 1, thread_name_prefix="thinwire-kernel") if count > 1 else None
+    if pool is not None:
+        pool.shutdown()
+    # The calling thread works too.
+    pool = ThreadPoolExecutor(count - 1, thread_name_prefix="thinwire-kernel") if count > 1 else None
     _threads = count
 
 
@@ -49,10 +50,10 @@ def each_slice(size: int, work: Callable[[int, int], Result]) -> list[Result]:
 
 
 def each(places: list[tuple[int, int]], work: Callable[[int, int], Result]) -> list[Result]:
-    if _pool is None or len(places) < 2:
+    if pool is None or len(places) < 2:
         return [work(*place) for place in places]
     share = -(-len(places) // _threads)
-    rest = [_pool.submit(lambda part: [work(*place) for place in part], places[i : i + share])
+    rest = [pool.submit(lambda part: [work(*place) for place in part], places[i : i + share])
             for i in range(share, len(places), share)]  # fmt: skip
     results = [work(*place) for place in places[:share]]
     for future in rest:
@@ -80,7 +81,7 @@ def accumulate_select_segments(
     indices: Indices,
 ) -> tuple[bool, int, int]:
     """`micro.accumulate_select_segments`."""
-    if _pool is None or residual.size <= SLICE:
+    if pool is None or residual.size <= SLICE:
         return micro.accumulate_select_segments(residual, gradient, start, stop, ends, thresholds, indices)
 
     def work(a: int, b: int) -> tuple[bool, int, Indices]:
@@ -100,7 +101,7 @@ def accumulate_select_segments(
 def accumulate_collect(
     residual: Floats, gradient: Floats, threshold: float, indices: Indices, values: Floats
 ) -> tuple[bool, int, float]:
-    """`laplace.accumulate_collect`; where more is wanted than fits, the excess is estimated from the whole slices that fit."""
+    """`laplace.accumulate_collect`; if more is wanted than fits, the excess is estimated from the slices that fit."""
 
     def collect(a: int, b: int, found: Indices, their: Floats) -> tuple[bool, int, float]:
         return laplace.accumulate_collect(residual[a:b], gradient[a:b], threshold, found, their)
@@ -118,9 +119,9 @@ def accumulate_take(
     indices: Indices,
     values: Floats,
 ) -> tuple[bool, bool, int, float]:
-    """`laplace.accumulate_take` if as many elements as the window says lie above the threshold, else `accumulate_collect`.
+    """`laplace.accumulate_take` if the count above the threshold is in the window, else `accumulate_collect`.
 
-    Returns (taken, finite, wanted, excess). What was taken in vain is put back, exactly where 16 bits could hold it.
+    Returns (taken, finite, wanted, excess). Otherwise what was taken is put back, exact up to the rounding to 16 bits.
     """
 
     def take(a: int, b: int, found: Indices, their: Floats) -> tuple[bool, int, float]:
@@ -143,7 +144,7 @@ def _listing(
     indices: Indices,
     values: Floats,
 ) -> tuple[bool, int, float, list[tuple[Indices, Floats]]]:
-    """A pass that lists elements, slice by slice, into `indices` and `values`; and what each slice has listed itself."""
+    """Run a pass that lists elements, slice by slice, into `indices` and `values`; also returns the lists per slice."""
     room = indices.size
 
     def listed(a: int, b: int, found: Indices, their: Floats) -> tuple[bool, int, float, Indices, Floats]:
@@ -156,9 +157,9 @@ def _listing(
         count = min(b - a, room)
         return listed(a, b, np.empty(count, np.int32), np.empty(count, np.float32))
 
-    if _pool is None:
+    if pool is None:
         parts, at = [], 0
-        for a in range(0, size, SLICE):  # each writes where the one before has ended
+        for a in range(0, size, SLICE):  # each continues where the one before ended
             parts.append(listed(a, min(a + SLICE, size), indices[at:], values[at:]))
             at += parts[-1][3].size
     else:
@@ -176,7 +177,7 @@ def _listing(
 
 
 def _join(parts: list[NDArray[np.generic]] | list[Indices] | list[Floats], out: NDArray[np.generic]) -> int:
-    """Put one part behind the other, as far as there is room; how many elements that are."""
+    """Concatenate parts into `out` as far as they fit; returns the number of elements."""
     at = 0
     for part in parts:
         kept = min(part.size, out.size - at)

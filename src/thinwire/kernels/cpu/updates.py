@@ -1,4 +1,4 @@
-"""Momentum SGD in update space, compiled: momentum, error and detached point in one pass.
+"""Momentum SGD in update space: momentum, error and detached point in one pass.
 
 Arrays are flat, contiguous float32, one parameter at a time; `momentum` is empty where there is none. All kernels take the
 same step as `torch.optim.SGD`, from `options`, float32 (5,) = lr, mu, decay, scale of the gradient, and 1 for Nesterov's:
@@ -30,7 +30,7 @@ Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
 
 CACHED = 1 << 20
-"""Elements of a model whose parameters are found in the cache by what follows a step."""
+"""Elements of a model that fits the cache, so that its parameters are still there after a step."""
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
@@ -49,7 +49,7 @@ def largest(x: Floats) -> float:
 def squares(x: Floats) -> float:
     """Sum of squares in float64, so that all ranks get the same number: element i into sum i % 4, these in a fixed order.
 
-    One sum would wait for itself at every element.  Memory: one read pass.
+    A single sum would be bound by the latency of additions.  Memory: one read pass.
     """
     a, b, c, d = 0.0, 0.0, 0.0, 0.0
     whole = x.size - x.size % 4
@@ -85,7 +85,7 @@ def _pending(error: Floats, momentum: Floats, gradient: Floats, point: Floats, o
 def pending(
     error: Floats, momentum: Floats, gradient: Floats, point: Floats, options: Floats, start: int, out: Floats
 ) -> None:
-    """error + update on the block of out.size elements that begins at `start` and wraps round; changes nothing else.
+    """error + update on the block of out.size elements that begins at `start` and wraps around; nothing else changes.
 
     Memory: the block.
     """
@@ -146,10 +146,10 @@ def advance(
     strength: float,
     past: bool,
 ) -> bool:
-    """The step that an exchange follows: momentum, error += update, point = shared - strength * error.
+    """A step before an exchange: momentum, error += update, point = shared - strength * error.
 
-    past  write the point past the cache, for large models; decay reads it before, and then that would not pay
-    False if an error is not finite afterwards.
+    past  write the point with non-temporal stores, for large models; not with decay, which reads it
+    Returns False if an error is not finite afterwards.
     Memory: one pass (4 reads, 3 writes; one read more with decay, one read and one write less without momentum).
     """
     whole = 0
@@ -164,7 +164,7 @@ def advance(
 
 @kernel
 def drift(error: Floats, momentum: Floats, gradient: Floats, point: Floats, options: Floats) -> None:
-    """A local step that no exchange follows: momentum, error += update, point -= update.
+    """A local step without exchange: momentum, error += update, point -= update.
 
     Memory: one pass (4 reads, 3 writes; one read and one write less without momentum).
     """
@@ -225,7 +225,7 @@ def all_pending(rows: Integers, options: Floats, places: Integers, out: Floats) 
 def all_advance(rows: Integers, options: Floats, strength: float, places: Integers, mean: Floats) -> bool:
     """`advance` of the parameters of all places, each followed by its `settle` while it is in the cache.
 
-    mean is empty if it is not there yet: `all_settle` then comes later.
+    mean is empty if it has not arrived yet: `all_settle` is then called later.
     """
     good, past = True, rows[:, 5].sum() > CACHED
     for k in range(places.shape[0]):

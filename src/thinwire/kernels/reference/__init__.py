@@ -1,1 +1,1 @@
-"""The oracle: every kernel in plain torch, obviously right, with the names and results of the compiled ones."""
+"""Reference kernels in plain torch, the oracle of the tests: names and results are those of the compiled ones."""

@@ -140,7 +140,7 @@ def decode_segment(
     first_bin: int,
     bins: int,
 ) -> int:
-    """`out[e] += sign * (scale * multiplier)` for `bins` bins from first_bin on, going round; 0 or an error."""
+    """`out[e] += sign * (scale * multiplier)` for `bins` bins from first_bin on, cyclically; 0 or an error."""
     form = _Format(bin_length)
     tile = tile_bins(bin_length)
     total = -(-out.numel() // bin_length)

@@ -1,4 +1,4 @@
-"""What every codec needs, in plain torch: the finite test, accumulation, take, put back, add at indices.
+"""Kernels that all codecs share, in plain torch: finite test, accumulation, gather and clear, put back, scatter.
 
 Tensors are flat, contiguous float32; indices are int32 and distinct within a call unless said otherwise.
 """
@@ -39,12 +39,6 @@ def take(residual: Tensor, indices: Tensor, values: Tensor) -> None:
 def put_back(residual: Tensor, indices: Tensor, values: Tensor) -> None:
     """`residual[indices[i]] += values[i]`; what `take` took, or the part of it that was not sent."""
     residual[indices.long()] += values
-
-
-def add_at(out: Tensor, indices: Tensor, values: Tensor, scale: float) -> None:
-    """`out[indices[i]] += values[i] * scale` in float32, product rounded first, in order; indices may repeat."""
-    for index, value in zip(indices.tolist(), values * torch.tensor(scale, dtype=torch.float32), strict=True):
-        out[index] += value
 
 
 def clear(out: Tensor) -> None:

@@ -16,7 +16,7 @@ TYPES = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16}
 
 
 def rounded(values: Tensor, coding: int) -> Tensor:
-    """What the receiver will see of float32 values: themselves, or rounded to nearest, saturated, infinities too."""
+    """Values as decoded by the receiver: unchanged, or rounded to nearest and saturated, infinities too."""
     if coding == FP32:
         return values.clone()
     largest = torch.finfo(TYPES[coding]).max
@@ -24,7 +24,7 @@ def rounded(values: Tensor, coding: int) -> Tensor:
 
 
 def take_rounded(residual: Tensor, indices: Tensor, coding: int, limit: float) -> tuple[Tensor, Tensor]:
-    """Take what 16 bits can say of the elements, within +-limit; the words, and what they stand for."""
+    """Take the elements rounded to 16 bits, within +-limit; their words, and these widened to float32."""
     found = residual[indices.long()]
     words = found.clamp(-limit, limit).to(TYPES[coding])
     residual[indices.long()] = found - words.float()
@@ -32,7 +32,7 @@ def take_rounded(residual: Tensor, indices: Tensor, coding: int, limit: float) -
 
 
 def write_values(values: Tensor, coding: int) -> bytes:
-    """The values as they stand in a message."""
+    """The bytes of the values in a message."""
     words = torch.int32 if coding == FP32 else torch.int16
     size = 4 if coding == FP32 else 2
     bits = rounded(values, coding).to(TYPES[coding]).view(words)

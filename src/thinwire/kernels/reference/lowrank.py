@@ -1,4 +1,4 @@
-"""Low rank in plain torch: orthonormal rows, and the product of two thin factors.
+"""PowerSGD in plain torch: orthonormalisation, and the product of two thin factors.
 
 Factors are float32: p (rank, rows), q (rank, columns); a matrix is flat, row by row.
 """

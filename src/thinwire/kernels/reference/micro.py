@@ -25,12 +25,3 @@ def accumulate_select_segments(
     written = min(wanted, indices.numel())
     indices[:written] = selected[:written].int()
     return finite, wanted, written
-
-
-def accumulate_select(
-    residual: Tensor, gradient: Tensor, start: int, stop: int, threshold: float, indices: Tensor
-) -> tuple[bool, int, int]:
-    """`accumulate_select_segments` with one threshold, rounded to float32, for the whole of [start, stop)."""
-    ends = torch.tensor([stop])
-    thresholds = torch.tensor([threshold], dtype=torch.float32)
-    return accumulate_select_segments(residual, gradient, start, stop, ends, thresholds, indices)

@@ -1,4 +1,4 @@
-"""SIDCo in plain torch: what one stage needs to know of the magnitudes above a threshold."""
+"""SIDCo in plain torch: statistics of the magnitudes above a threshold, for one stage."""
 
 import math
 

@@ -33,7 +33,7 @@ def step(momentum: Tensor, gradient: Tensor, point: Tensor, options: Tensor) -> 
 
 
 def block(size: int, start: int, length: int) -> Tensor:
-    """The places of a block that wraps round."""
+    """Indices of a block that wraps around."""
     return (start + torch.arange(length)) % max(size, 1)
 
 
@@ -79,5 +79,5 @@ def settle(shared: Tensor, error: Tensor, point: Tensor, start: int, mean: Tenso
 
 
 def detached(shared: Tensor, error: Tensor, strength: float) -> Tensor:
-    """shared - strength * error: where a rank takes its gradients."""
+    """shared - strength * error: the point at which a rank computes its gradients."""
     return shared - strength * error

@@ -1,0 +1,1 @@
+"""Attaching to the DDP modules of an unchanged script."""

@@ -1,0 +1,1 @@
+"""Communication between ranks: worlds, collectives, process groups and their teardown. Independent of gradients."""

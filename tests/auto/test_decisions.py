@@ -1,0 +1,111 @@
+"""What `auto` decides, on recorded measurements: no link is timed, and a busy machine decides the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import thinwire
+from tests.auto.recorded import NOISE, Ended, Machine, job
+from tests.ranks import run
+from thinwire.auto.monitor import PERIOD
+from thinwire.auto.profiling import WATCHED
+from thinwire.auto.tuner import CHECKED, SETTLE, WINDOW
+from thinwire.planner.drift import Cusum
+from thinwire.planner.replan import is_dense
+
+FAST, SLOW = 0.03, 3.0  # DDP alone spends a fiftieth of a step on such links, or half of it
+
+
+def _run(machine: Machine, steps: int, plan_file: str | Path = "") -> Ended:
+    """Such a job on two ranks, which must decide alike, hold the same parameters and lose nothing but what a cast rounds."""
+    first, second = run(2, job, machine, steps, str(plan_file))
+    assert first.decisions == second.decisions
+    assert first.digest == second.digest
+    assert max(first.lost, second.lost) <= 1e-3
+    return first
+
+
+def test_links_that_become_slow_and_fast_again_are_noticed() -> None:
+    drop, rise = 40, 110
+    ended = _run(Machine({0: FAST, drop: SLOW, rise: FAST}), 160)
+    (_, begun), (decided, stayed), (noticed, seen), (adopted, switched), (kept, words), *later = ended.decisions
+    assert "watching DDP alone, without a hook" in begun
+    assert decided == WATCHED
+    assert "where a hook may cost 4%; DDP stays alone, no hook is registered" in stayed
+    assert drop < noticed <= drop + 3 * PERIOD
+    assert "links pass a byte in 100.00 times the seconds: planning again" in seen
+    assert adopted <= noticed + 2 * PERIOD
+    assert "switching to plan: " in switched
+    assert kept == adopted + SETTLE + WINDOW
+    assert words.endswith(": kept")
+    assert rise < later[0][0] <= rise + 4 * PERIOD, "the codec hides it, the message between steps shows it"
+    assert "links pass a byte in 0.01 times the seconds: planning again" in later[0][1]
+    assert "no change" in later[1][1], "a hook is there already, and steps are as short as they can be"
+    assert ended.hooked
+
+
+def test_a_link_that_changes_during_a_trial_is_planned_for() -> None:
+    """The trial takes far longer than was predicted: links are looked at before the plan is blamed for it."""
+    ended = _run(Machine({0: SLOW, WATCHED + 4: 500 * SLOW}), WATCHED + SETTLE + WINDOW + 3 * PERIOD)
+    assert [step for step, _ in ended.decisions[1:3]] == [WATCHED, WATCHED + SETTLE + WINDOW]
+    assert "switching to plan" in ended.decisions[1][1]
+    assert "links pass a byte in 500.00 times the seconds: planning again" in ended.decisions[2][1]
+    assert len(ended.decisions) > 3
+
+
+def test_steps_and_links_that_do_not_fit_are_watched_once_more() -> None:
+    ended = _run(Machine({0: SLOW}, native=2.0), WATCHED + CHECKED + 1)
+    (first, doubt), (second, decision) = ended.decisions[1:]
+    assert (first, second) == (WATCHED, WATCHED + CHECKED)
+    assert f"by its links it should take 644 ms: watching {CHECKED} more steps" in doubt
+    assert "switching to plan" in decision
+
+
+@pytest.mark.parametrize(
+    ("links", "native", "crowd", "words"),
+    [
+        (1e-6, 0.8, 1.0, "no method can save 4%; DDP stays alone"),
+        (0.12, 1.0, 1.0, "switching to plan"),
+        (0.12, 1.0, 1.9, "where a hook may cost 8%, with 1.9 threads for every core; DDP stays alone"),
+        (0.12, 1.0, 9.0, "where a hook may cost 8%, with 9.0 threads for every core; DDP stays alone"),
+        (SLOW, 1.0, 9.0, "switching to plan"),
+    ],
+)
+def test_a_hook_must_be_worth_what_it_costs(links: float, native: float, crowd: float, words: str) -> None:
+    ended = _run(Machine({0: links}, native=native, crowd=crowd), WATCHED + 1)
+    assert words in ended.decisions[1][1]
+
+
+def test_the_next_run_begins_with_what_one_chose(tmp_path: Path) -> None:
+    file = tmp_path / "plans" / "mine.json"
+    ended = _run(Machine({0: SLOW}), WATCHED + 2 * (SETTLE + WINDOW) + 4, file)
+    tried = [text for _, text in ended.decisions[1:]]
+    assert "switching to plan: " in tried[0]
+    assert "one codec for everything is predicted at" in tried[1]
+    assert "not faster; back to plan: " in tried[2], "steps were disturbed in that trial"
+    plan = thinwire.Plan.load(file)
+    assert (plan.quality, plan.cluster.world) == ("high", 2)
+    assert not is_dense(plan)
+    again = _run(Machine({0: SLOW}, hook=3.0), SETTLE + WINDOW + 2, file)
+    assert f"by the plan {file} of an earlier run; switching to plan: " in again.words
+    assert "not faster; gradients travel dense, by plain all-reduces" in again.decisions[-1][1]
+    assert again.words.endswith("now: dense")
+    assert is_dense(thinwire.Plan.load(file))
+    last = _run(Machine({0: SLOW}), 2, file)
+    assert f"by the plan {file} of an earlier run DDP stays alone, no hook is registered" in last.words
+    assert not last.hooked
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_recorded_noise_is_not_a_change_and_a_change_is_found_in_it(rank: int) -> None:
+    """Medians of eight steps on a busy machine, some of which took five times as long as others."""
+    looks = [sorted(NOISE[rank][at : at + PERIOD])[PERIOD // 2] for at in range(0, len(NOISE[rank]) - PERIOD, PERIOD)]
+    for begin in range(len(looks) - 4):
+        steady = Cusum()
+        assert not any(steady.observe(seconds) for seconds in looks[begin:])
+        for factor in (2.0, 0.5):
+            watch = Cusum()
+            assert not any(watch.observe(seconds) for seconds in looks[begin : begin + 2])
+            assert any(watch.observe(factor * seconds) for seconds in looks[begin + 2 : begin + 4])
