@@ -9,8 +9,8 @@ import typer
 from rich.markup import escape
 
 from ..lab.netns import format_rate
-from ..lab.results import result, write
-from .console import JsonFile, can_be_drawn, console, errors, failure, number, numbers, output, progress, show, table
+from ..lab.results import write
+from .console import JsonFile, can_be_drawn, console, errors, failure, number, numbers, output, progress, show
 from .converge import converge
 
 app = typer.Typer(
@@ -61,10 +61,8 @@ def kernels(
         columns = ["codec", "ranks", "phase", "ms", "x add_", "beyond add_", "faster than topk"]
         columns += ["bits a place", "x entropy", "x SGD"]
         title = f"{int(elements):,} elements, density {density:g}, one core, medians of {repetitions}"
-        made = table(title, columns, left=("codec", "phase"))
-        for row in rows:
-            bits = row["bits_per_selected"]
-            made.add_row(
+        cells = [
+            (
                 row["codec"],
                 str(row["ranks"]),
                 row["phase"],
@@ -72,13 +70,14 @@ def kernels(
                 f"{row['ratio_to_add']:.2f}",
                 number(row["selection_seconds"], "{:.1f}", 1e-3),
                 f"{row['speedup_over_topk']:.1f}",
-                number(bits, "{:.2f}"),
-                number(bits, "{:.3f}", row["entropy_bits"] or 1.0),
+                number(row["bits_per_selected"], "{:.2f}"),
+                number(row["bits_per_selected"], "{:.3f}", row["entropy_bits"] or 1.0),
                 number(row["ratio_to_sgd"], "{:.2f}"),
             )
-        show(made, 120)
-        if json_file is not None:
-            write(json_file, result("bench kernels", rows, {"repetitions": repetitions}))
+            for row in rows
+        ]
+        show(title, columns, cells, left=("codec", "phase"), width=120)
+        write(json_file, "bench kernels", rows, {"repetitions": repetitions})
 
 
 @app.command()
@@ -152,10 +151,9 @@ def step(
             if row["explained"]:
                 output.print(escape(f"{row['method']} at {row['rate']}: {row['explained']}"), soft_wrap=True)
         console.print(f"peak memory of a rank with all methods: {max(memory) / 1e9:.2f} GB")
-        if json_file is not None:
-            names = ("rounds", "steps_per_round", "bucket_mb", "bucket_view", "momentum")
-            settings = {name: getattr(options, name) for name in names}
-            write(json_file, result("bench step", rows, {**settings, "peak_memory_bytes": memory}))
+        names = ("rounds", "steps_per_round", "bucket_mb", "bucket_view", "momentum")
+        settings = {name: getattr(options, name) for name in names}
+        write(json_file, "bench step", rows, {**settings, "peak_memory_bytes": memory})
         if plot is not None:
             bench_step.plot(plot, rows)
 
@@ -209,25 +207,25 @@ def predict(
                 rows += bench_predict.rows(bench_predict.run(options, watcher))
         summary = bench_predict.summary(rows)
         _show_predictions(rows, summary)
-        if json_file is not None:
-            settings = {"rounds": rounds, "steps_per_round": steps_per_round, "warm_up": warm_up, "seed": seed}
-            write(json_file, result("bench predict", rows, {**summary, **settings}))
+        settings = {"rounds": rounds, "steps_per_round": steps_per_round, "warm_up": warm_up, "seed": seed}
+        write(json_file, "bench predict", rows, {**summary, **settings})
 
 
 def _show_predictions(rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     for place in dict.fromkeys((row["workload"], row["rate"]) for row in rows):
         chosen = [row for row in rows if (row["workload"], row["rate"]) == place]
         title = f"{place[0]}, {chosen[0]['nodes']} nodes, rate {place[1]}"
-        made = table(title, ("plan", "predicted ms", "measured ms", "error", "groups"), left=("groups",))
-        for row in chosen:
-            made.add_row(
+        cells = [
+            (
                 str(row["plan"]),
                 f"{1000 * row['predicted_seconds']:.1f}",
                 f"{1000 * row['measured_seconds']:.1f}",
                 f"{100 * row['error']:+.1f} %",
                 row["description"],
             )
-        show(made, 120)
+            for row in chosen
+        ]
+        show(title, ("plan", "predicted ms", "measured ms", "error", "groups"), cells, left=("groups",), width=120)
     output.print(
         f"{summary['plans']} plans and rates: mean absolute error {100 * summary['mean_absolute_error']:.1f} %, rank "
         f"correlation {summary['rank_correlation']:.3f}, predictions span {summary['span']:.1f}x"
@@ -246,7 +244,7 @@ def _show_steps(rows: list[dict[str, Any]]) -> None:
         )
         columns = (
             "method",
-            "ms a step",
+            "ms per step",
             "95 %",
             "x ceiling",
             "fp32 / it",
@@ -254,11 +252,11 @@ def _show_steps(rows: list[dict[str, Any]]) -> None:
             "MB sent",
             "by stats",
             "ratio",
+            "CPU ms",
         )
         title = f"{first['workload']}, {first['nodes']} nodes, {rate}, {cores}"
-        made = table(title, (*columns, "CPU ms"), left=("method",))
-        for row in chosen:
-            made.add_row(
+        cells = [
+            (
                 row["method"],
                 f"{1000 * row['seconds']:.1f}",
                 f"{1000 * row['ci_low']:.0f}-{1000 * row['ci_high']:.0f}",
@@ -270,4 +268,6 @@ def _show_steps(rows: list[dict[str, Any]]) -> None:
                 number(row["payload_ratio_to_expected"], "{:.3f}"),
                 f"{1000 * row['cpu_seconds']:.1f}",
             )
-        show(made, 120)
+            for row in chosen
+        ]
+        show(title, columns, cells, left=("method",), width=120)

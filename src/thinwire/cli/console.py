@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -52,15 +52,23 @@ def number(value: float | None, form: str, unit: float = 1.0) -> str:
     return "" if value is None else form.format(value / unit)
 
 
-def table(title: str, columns: Sequence[str], left: Collection[str] = ()) -> Table:
-    """Columns are right-aligned except those in `left`."""
-    made = Table(title=title, title_justify="left")
+def show(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Collection[str] = (),
+    width: int | None = None,
+) -> None:
+    """Print a table whose columns are right-aligned except those in `left`; into a file or pipe with this width."""
+    table = Table(title=title, title_justify="left")
     for column in columns:
-        made.add_column(column, justify="left" if column in left else "right", no_wrap=True)
-    return made
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    show_table(table, width)
 
 
-def show(table: Table, width: int) -> None:
+def show_table(table: Table, width: int | None) -> None:
     """Print a table; into a file or pipe with `width` columns instead of an unreadable 80."""
     (output if output.is_terminal else Console(highlight=False, width=width)).print(table)
 

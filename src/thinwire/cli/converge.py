@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..lab.results import result, write
-from .console import JsonFile, can_be_drawn, console, errors, failure, number, numbers, progress, show, table
+from ..lab.results import write
+from .console import JsonFile, can_be_drawn, console, errors, failure, number, numbers, progress, show
 
 if TYPE_CHECKING:
     from ..lab.converge_time import Options
@@ -124,9 +124,7 @@ def converge(
                 rows = [outcome["row"] for outcome in found]
                 lines += converge_tables.summarise(rows, [ref["row"] for ref in references if ref is not None])
         _show(lines)
-        if json_file is not None:
-            content = result("bench converge", [outcome["row"] for outcome in outcomes], {"methods": lines})
-            write(json_file, content)
+        write(json_file, "bench converge", [outcome["row"] for outcome in outcomes], {"methods": lines})
         if plot is not None:
             converge_tables.plot(plot, outcomes)
             if len(counts) > 1:
@@ -150,11 +148,11 @@ def _timed(options: Options, json_file: Path | None) -> None:
     converge_time.check(options)
     with progress("runs", len(options.methods) * options.seeds) as watcher:
         rows = converge_time.run(options, watcher)
-    columns = ("method", "seed", "seconds", "of it set-up", "planning", "fp32 / it", "steps", "ms a step", "MB a step")
+    columns = ["method", "seed", "seconds", "of it set-up", "planning", "fp32 / it", "steps", "ms per step"]
+    columns += ["MB per step", "value"]
     title = f"{options.workload}, {options.nodes} nodes, {options.rate}: time to {options.target:g}"
-    made = table(title, (*columns, "value"), left=("method",))
-    for row in rows:
-        made.add_row(
+    cells = [
+        (
             row["method"],
             str(row["seed"]),
             number(row["seconds_to_target"], "{:.1f}") or "not reached",
@@ -166,10 +164,11 @@ def _timed(options: Options, json_file: Path | None) -> None:
             number(row["bytes_per_rank"], "{:.3f}", 1e6),
             f"{row['value']:.4f}",
         )
-    show(made, 180)
-    if json_file is not None:
-        summary = {"rate": options.rate, "target": options.target, "nodes": options.nodes}
-        write(json_file, result("bench converge", rows, summary))
+        for row in rows
+    ]
+    show(title, columns, cells, left=("method",), width=180)
+    summary = {"rate": options.rate, "target": options.target, "nodes": options.nodes}
+    write(json_file, "bench converge", rows, summary)
 
 
 def _show(lines: list[dict[str, Any]]) -> None:
@@ -177,14 +176,12 @@ def _show(lines: list[dict[str, Any]]) -> None:
     kinds = sorted({name for line in lines for name in line if name.startswith("rate_")})
     names = ["method", "workers", "runs", "mean", "spread", "to dense", "std. error", "times smaller"]
     names += ["MB on the link", "in the mean", *(f"{kind.removeprefix('rate_')} x" for kind in kinds)]
-    made = table(f"{first['workload']}, {first['metric']}", names, left=("method",))
-    for line in lines:
-        shared = f" (shared {line['mean_shared']:.4f})" if line["mean_shared"] is not None else ""
-        made.add_row(
+    cells = [
+        (
             line["method"],
             str(line["workers"]),
             f"{line['runs']}" + (f", {line['diverged']} diverged" if line["diverged"] else ""),
-            number(line["mean"], "{:.4f}") + shared,
+            number(line["mean"], "{:.4f}") + number(line["mean_shared"], " (shared {:.4f})"),
             number(line["spread"], "{:.4f}"),
             number(line["difference"], "{:+.4f}"),
             number(line["standard_error"], "{:.4f}"),
@@ -193,4 +190,6 @@ def _show(lines: list[dict[str, Any]]) -> None:
             number(line["density"], "{:.4f}"),
             *(number(line.get(kind), "{:.0f}") for kind in kinds),
         )
-    show(made, 180)
+        for line in lines
+    ]
+    show(f"{first['workload']}, {first['metric']}", names, cells, left=("method",), width=180)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..lab.cluster import Cluster
-from ..lab.results import result, write
+from ..lab.results import write
 from .console import JsonFile, console, errors, failure, output
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def demo(
                 outcomes = _run_all(cluster, ["fp32", codec], steps, data, Path(folder))
                 _show(outcomes, cluster)
                 _report(report, outcomes, Path(folder))
-            if json_file is not None:
-                write(json_file, _result(outcomes, cluster, steps))
+            summary = {"mode": cluster.mode, "shaped": cluster.shaped, "why_not_shaped": cluster.why or None}
+            write(json_file, "demo", _rows(outcomes, cluster, steps), summary)
 
 
 def _run_all(cluster: Cluster, methods: list[str], steps: int, data: Path | None, folder: Path) -> list[Outcome]:
@@ -92,7 +92,7 @@ def _show(outcomes: list[Outcome], cluster: Cluster) -> None:
         title=f"2 workers, {rate}: small GPT (1.9 M parameters), text of Python's help", title_justify="left"
     )
     table.add_column("", overflow="fold", min_width=20)
-    for column in ("step", "all steps", "sent by a node a step", "loss at the end", "faster"):
+    for column in ("step", "all steps", "sent by a node per step", "loss at the end", "faster"):
         table.add_column(column, justify="right")
     dense = outcomes[0]
     for outcome in outcomes:
@@ -112,8 +112,8 @@ def _show(outcomes: list[Outcome], cluster: Cluster) -> None:
             output.print(escape(outcome.stats["explained"]), soft_wrap=True)
 
 
-def _result(outcomes: list[Outcome], cluster: Cluster, steps: int) -> dict[str, object]:
-    rows = [
+def _rows(outcomes: list[Outcome], cluster: Cluster, steps: int) -> list[dict[str, Any]]:
+    return [
         {
             "workload": "gpt-small",
             "nodes": 2,
@@ -129,6 +129,3 @@ def _result(outcomes: list[Outcome], cluster: Cluster, steps: int) -> dict[str, 
         }
         for outcome in outcomes
     ]
-    return result(
-        "demo", rows, {"mode": cluster.mode, "shaped": cluster.shaped, "why_not_shaped": cluster.why or None}
-    )

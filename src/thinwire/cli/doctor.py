@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from ..lab import doctor as checks
-from ..lab.results import result, write
+from ..lab.results import write
 from .console import JsonFile, console, errors, output
 
 
@@ -32,7 +32,6 @@ def doctor(json_file: JsonFile = None) -> None:
         broken = [finding.check for finding in findings if finding.needed and not finding.good]
         verdict = f"thinwire cannot work here: {', '.join(broken)}" if broken else "thinwire works here"
         output.print(verdict, style="red" if broken else "green")
-        if json_file is not None:
-            write(json_file, result("doctor", [asdict(finding) for finding in findings], {"broken": broken}))
+        write(json_file, "doctor", [asdict(finding) for finding in findings], {"broken": broken})
     if broken:
         raise typer.Exit(1)

@@ -19,7 +19,7 @@ from ..lab.cluster import Cluster
 from ..lab.launch import Result
 from ..lab.leftovers import Record, records, remove_dead
 from ..lab.netns import format_rate
-from ..lab.results import result, write
+from ..lab.results import write
 from .console import JsonFile, console, errors, failure
 
 app = typer.Typer(
@@ -45,8 +45,12 @@ def up(nodes: Nodes = 4, rate: Rate = "1gbit", json_file: JsonFile = None) -> No
                 raise failure(f"there is nothing to keep up: {cluster.why}; `thinwire doctor` says what would help")
             calibration = cluster.calibrate()
             _announce(cluster, calibration)
-            if json_file is not None:
-                write(json_file, _places(cluster, calibration))
+            places = [
+                {"node": node, "address": cluster.address(node), "enter": shlex.join(cluster.enter(node))}
+                for node in range(nodes)
+            ]
+            shape = {"rate": cluster.rate, "mode": cluster.mode, "shaped": cluster.shaped}
+            write(json_file, "lab up", places, {"cluster": cluster.id, **shape, "calibration": calibration.as_dict()})
             for node in range(nodes):
                 words = shlex.join([*cluster.enter(node), "bash"])
                 console.print(f"node {node}, {cluster.address(node)}:  {escape(words)}", soft_wrap=True)
@@ -92,8 +96,23 @@ def run(
         _announce(cluster, calibration)
         outcome = cluster.run(command, pin=pin, timeout=timeout)
         _conclude(cluster, outcome)
-        if json_file is not None:
-            write(json_file, _report(cluster, command, calibration, outcome))
+        summary = {
+            "job": command,
+            "nodes": nodes,
+            "ranks_per_node": ranks_per_node,
+            "rate": cluster.rate,
+            "measured_rate": format_rate(calibration.measured) if calibration and calibration.measured else None,
+            "mode": cluster.mode,
+            "shaped": cluster.shaped,
+            "why_not_shaped": cluster.why or None,
+            "pinned": outcome.pinned,
+            "exit_code": outcome.code,
+            "failed_rank": outcome.failed_rank,
+            "timed_out": outcome.timed_out,
+            "seconds": outcome.seconds,
+            "calibration": calibration.as_dict() if calibration else None,
+        }
+        write(json_file, "lab run", _rows(cluster, outcome), summary)
     raise typer.Exit(outcome.code)
 
 
@@ -119,22 +138,18 @@ def down(
         if everything:
             removed = remove_dead()
         else:
-            removed = [record for record in records() if _is_meant(record, cluster)]
+            kept = [record for record in records() if record.alive and record.about.get("kept")]
+            removed = [record for record in kept if cluster in (None, record.identity)]
             if cluster is not None and not removed:
                 raise failure(f"no cluster {cluster!r} is kept by `thinwire lab up`; `thinwire lab down` ends all")
             for record in removed:
                 _ask_to_end(record)
-        if json_file is not None:
-            rows = [{"cluster": record.identity, "process": record.pid} for record in removed]
-            write(json_file, result("lab down", rows, {"removed": len(rows)}))
+        rows = [{"cluster": record.identity, "process": record.pid} for record in removed]
+        write(json_file, "lab down", rows, {"removed": len(rows)})
     for record in removed:
         console.print(f"removed {record.identity}, of process {record.pid}")
     if not removed:
         console.print("There is nothing to remove.")
-
-
-def _is_meant(record: Record, name: str | None) -> bool:
-    return record.alive and bool(record.about.get("kept")) and name in (None, record.identity)
 
 
 def _ask_to_end(record: Record) -> None:
@@ -180,35 +195,3 @@ def _rows(cluster: Cluster, result: Result) -> list[dict[str, Any]]:
             row[f"node_{name}"] = getattr(result.traffic[node], name) if result.traffic else None
         rows.append(row)
     return rows
-
-
-def _places(cluster: Cluster, calibration: Calibration) -> dict[str, Any]:
-    rows = [
-        {"node": node, "address": cluster.address(node), "enter": shlex.join(cluster.enter(node))}
-        for node in range(cluster.nodes)
-    ]
-    shape = {"rate": cluster.rate, "mode": cluster.mode, "shaped": cluster.shaped}
-    return result("lab up", rows, {"cluster": cluster.id, **shape, "calibration": calibration.as_dict()})
-
-
-def _report(cluster: Cluster, command: list[str], calibration: Calibration | None, outcome: Result) -> dict[str, Any]:
-    return result(
-        "lab run",
-        _rows(cluster, outcome),
-        {
-            "job": command,
-            "nodes": cluster.nodes,
-            "ranks_per_node": cluster.ranks_per_node,
-            "rate": cluster.rate,
-            "measured_rate": format_rate(calibration.measured) if calibration and calibration.measured else None,
-            "mode": cluster.mode,
-            "shaped": cluster.shaped,
-            "why_not_shaped": cluster.why or None,
-            "pinned": outcome.pinned,
-            "exit_code": outcome.code,
-            "failed_rank": outcome.failed_rank,
-            "timed_out": outcome.timed_out,
-            "seconds": outcome.seconds,
-            "calibration": calibration.as_dict() if calibration else None,
-        },
-    )

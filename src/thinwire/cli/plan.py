@@ -11,11 +11,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import PlanError
-from ..lab.results import result, write
+from ..lab.results import write
 from ..planner import SLACK
 from ..planner.network import parse_bytes_per_second
 from . import planning
-from .console import JsonFile, can_be_written, console, errors, output, show
+from .console import JsonFile, can_be_written, console, errors, output, show_table
 
 if TYPE_CHECKING:
     from ..planner.plan import Plan, Quality
@@ -99,8 +99,7 @@ def plan(
                 console.print("one rank: there is nothing to exchange")
         if out is not None:
             made.save(out)
-        if json_file is not None:
-            write(json_file, result("plan", [row], {"out": str(out) if out is not None else None}))
+        write(json_file, "plan", [row], {"out": str(out) if out is not None else None})
 
 
 def _quality(text: str) -> Quality:
@@ -159,7 +158,7 @@ def _show(lines: list[_Line], row: dict[str, Any]) -> None:
             f"{1e3 * run[0].start:.1f}-{1e3 * run[-1].end:.1f}",
             way,
         )
-    show(table, 140)
+    show_table(table, 140)
     bound, dense, predicted = row["bound_seconds"], row["dense_seconds"], row["predicted_seconds"]
     output.print(
         f"step {1e3 * predicted:.2f} ms; dense {1e3 * dense:.2f} ms ({dense / max(predicted, 1e-12):.2f} x); without "

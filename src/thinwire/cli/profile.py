@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..lab.results import result, write
-from .console import JsonFile, can_be_written, console, errors, failure, output, table
+from ..lab.results import write
+from .console import JsonFile, can_be_written, console, errors, failure, show
 
 if TYPE_CHECKING:
     from ..planner.profile import CodecCost, Profile
@@ -62,8 +62,7 @@ def profile(
             )
         found = Profile.load(path)
         _show(found)
-        if json_file is not None:
-            write(json_file, result("profile", *_rows(found)))
+        write(json_file, "profile", *_rows(found))
     if code:
         sys.exit(code)
 
@@ -104,24 +103,34 @@ def _bytes_per_element(cost: CodecCost) -> float:
 
 def _show(profile: Profile) -> None:
     mega = sum(tensor.elements for tensor in profile.tensors) / 1e6
-    links = table(
+    links = [
+        (
+            link.collective,
+            link.scope,
+            f"{1000 * link.line(0):.2f}",
+            f"{8e-6 / link.line.slope:.0f}" if link.line.slope else "",
+            f"{100 * link.line.error:.0f} %",
+        )
+        for link in profile.links
+    ]
+    show(
         f"{profile.model}: {len(profile.tensors)} tensors, {mega:.2f} M parameters, {profile.cluster.nodes} x "
         f"{profile.cluster.ranks_per_node} ranks; forward {1000 * profile.forward:.1f} ms, backward "
         f"{1000 * profile.backward:.1f}, optimizer {1000 * profile.optimizer:.1f}; native step "
         f"{1000 * profile.native_seconds:.1f}",
         ("collective", "scope", "latency ms", "Mbit/s", "fit error"),
+        links,
         left=("collective", "scope"),
     )
-    for link in profile.links:
-        rate = f"{8e-6 / link.line.slope:.0f}" if link.line.slope else ""
-        latency, error = f"{1000 * link.line(0):.2f}", f"{100 * link.line.error:.0f} %"
-        links.add_row(link.collective, link.scope, latency, rate, error)
-    output.print(links)
-    codecs = table("", ("codec", "ns an element", "bytes an element", "loss"), left=("codec",))
-    for cost in profile.codecs:
-        name = f"{cost.codec} via {cost.chain}" if cost.chain else cost.codec
-        work = f"{1e9 * _seconds_per_element(cost):.2f}"
-        codecs.add_row(name, work, f"{_bytes_per_element(cost):.3f}", f"{cost.loss:.3f}")
-    output.print(codecs)
+    codecs = [
+        (
+            f"{cost.codec} via {cost.chain}" if cost.chain else cost.codec,
+            f"{1e9 * _seconds_per_element(cost):.2f}",
+            f"{_bytes_per_element(cost):.3f}",
+            f"{cost.loss:.3f}",
+        )
+        for cost in profile.codecs
+    ]
+    show("", ("codec", "ns per element", "bytes per element", "loss"), codecs, left=("codec",))
     for remark in profile.remarks:
         console.print(remark)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ..lab.results import result, write
+from ..lab.results import write
 from .console import console, errors, failure
 
 
@@ -61,4 +61,4 @@ def report(
             page.write(out, given)
             console.print(escape(f"{out}: open it in a browser"), soft_wrap=True)
         if json_file is not None:
-            write(json_file, result("report", [summarise(run) for run in found], {}))
+            write(json_file, "report", [summarise(run) for run in found], {})

@@ -78,7 +78,7 @@ def _as_rank(backend: str | None, json_file: Path | None) -> NoReturn:
 
     from ..lab import selftest as checks
     from ..lab.hard_exit import hard_exit
-    from ..lab.results import result, write
+    from ..lab.results import write
 
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
@@ -106,10 +106,7 @@ def _as_rank(backend: str | None, json_file: Path | None) -> NoReturn:
         seconds = sum(outcome.seconds for outcome in outcomes)
         verdict = f"FAILED: {', '.join(bad)}" if bad else f"passed: {len(outcomes)} checks in {seconds:.0f} s"
         output.print(escape(verdict), soft_wrap=True, style="red" if bad else "green")
-        if json_file is not None:
-            rows = [
-                {"check": o.name, "good": o.good, "text": o.text, "seconds": round(o.seconds, 3)} for o in outcomes
-            ]
-            summary = {"ranks": dist.get_world_size(), "backend": backend, "passed": not bad}
-            write(json_file, result("selftest", rows, summary))
+        rows = [{"check": o.name, "good": o.good, "text": o.text, "seconds": round(o.seconds, 3)} for o in outcomes]
+        summary = {"ranks": dist.get_world_size(), "backend": backend, "passed": not bad}
+        write(json_file, "selftest", rows, summary)
     hard_exit(1 if bad else 0)

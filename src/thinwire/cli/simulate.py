@@ -10,12 +10,12 @@ import typer
 
 from ..errors import PlanError
 from ..lab.plots import figure
-from ..lab.results import result, write
+from ..lab.results import write
 from ..planner import SEARCHES
 from ..planner.network import NETWORKS, parse_bytes_per_second
 from ..suggest import suggest
 from . import planning
-from .console import JsonFile, can_be_drawn, console, errors, progress, show, table
+from .console import JsonFile, can_be_drawn, console, errors, progress, show
 
 
 def simulate(
@@ -81,8 +81,7 @@ def simulate(
         _show(rows)
         if profile is None:
             console.print(planning.SOURCES, soft_wrap=True)
-        if json_file is not None:
-            write(json_file, result("simulate", rows, {"forward_share": forward, "density": density, "cpu": cpu}))
+        write(json_file, "simulate", rows, {"forward_share": forward, "density": density, "cpu": cpu})
         if plot is not None:
             _plot(plot, rows)
 
@@ -117,19 +116,13 @@ def _show(rows: list[dict[str, Any]]) -> None:
     searches = list(dict.fromkeys(row["search"] for row in rows))
     names = [name for name in searches if name != "fp32"]
     columns = ("model", "network", "codec", "bound", "fp32", *names, "scaling")
-    made = table("milliseconds per step; in brackets the CPU time of the search", columns, columns[:3])
+    lines = []
     for key in dict.fromkeys((row["model"], row["network"], row["codec"]) for row in rows):
         mine = {row["search"]: row for row in rows if (row["model"], row["network"], row["codec"]) == key}
         first, last = next(iter(mine.values())), list(mine.values())[-1]
-        cells = [_cell(mine[name]) for name in names]
-        made.add_row(
-            *key,
-            f"{1e3 * first['bound_seconds']:.1f}",
-            f"{1e3 * first['dense_seconds']:.1f}",
-            *cells,
-            f"{last['scaling_factor']:.3f}",
-        )
-    show(made, 180)
+        bound, dense = f"{1e3 * first['bound_seconds']:.1f}", f"{1e3 * first['dense_seconds']:.1f}"
+        lines.append([*key, bound, dense, *(_cell(mine[name]) for name in names), f"{last['scaling_factor']:.3f}"])
+    show("milliseconds per step; in brackets the CPU time of the search", columns, lines, columns[:3], 180)
 
 
 def _cell(row: dict[str, Any]) -> str:

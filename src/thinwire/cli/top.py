@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from ..lab.results import result, write
+from ..lab.results import write
 from .console import errors, failure, output
 
 
@@ -36,8 +36,7 @@ def top(
         watched.update()
         if not watched.journal.starts:
             raise failure(f"{watched.path}: nothing was written yet")
-        if json_file is not None:
-            write(json_file, result("top", [summarise(watched.run, LAST)], {}))
+        write(json_file, "top", [summarise(watched.run, LAST)], {})
         if once or not output.is_terminal:
             output.print(frame(watched.run, groups))
             return

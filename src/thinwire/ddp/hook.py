@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.world import TorchWorld
 from ..engine import interrupt
-from ..engine.ddp_module import check_join, forget_frames, parameters_of, steps_until_final, unwrap
+from ..engine.ddp_module import check_join, failed, parameters_of, steps_until_final, unwrap
 from ..engine.lifecycle import Phase
 from ..engine.session import Session
 from ..errors import ExchangeError, WireClosed
@@ -63,18 +63,13 @@ class BucketHook:
             self.session.lifecycle.enter(self._next_phase())
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
-        # A hook that raises leaves DDP in pieces: it must be told through the future.
         try:
             module = self._module()
             if module is not None and module._join_config.enable:
                 check_join(module)
             return self._exchange(bucket)
         except Exception as error:
-            failed = Future[Any]()
-            failed.set_result(error)
-            told = failed.then(unwrap)
-            forget_frames(error)
-            return told
+            return failed(error)
 
     def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
         session, lifecycle = self.session, self.session.lifecycle

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from ..errors import AttachError, StateError
+from ..errors import StateError
 from ..log import logger
 from ..version import __version__
 from . import files, restore, state
+from .consensus import load_alike
 from .layout import Layout
 from .session import Session
 from .strategy import Strategy
@@ -127,30 +128,16 @@ class Checkpointer:
 
     def save(self, folder: files.Where, form: Form = "exact") -> None:
         world = self.session.world
-        if form == "mean":
-            whole = self.state_dict("mean")
-            if world.local_ranks[0] == 0:
-                files.write(folder, files.name_of(None, world.size), whole, self.session.steps)
-            return
-        whole = self.state_dict(form)
-        for rank in world.local_ranks:
-            own = {key: value for key, value in whole.items() if key.startswith(f"rank{rank}.")}
-            files.write(folder, files.name_of(rank, world.size), own, self.session.steps)
+        files.write_all(folder, self.state_dict(form), world, self.session.steps, shared=form == "mean")
 
     def load(self, where: files.Where | Sequence[files.Where], *, key: str | None = None) -> None:
-        world, facts = self.session.world, dict[str, Any]()
-        problem: StateError | None = None
-        load = None
-        try:
+        world = self.session.world
+
+        def prepare() -> tuple[Callable[[], None], dict[str, Any]]:
             meta, learnt, load = self._prepare(files.read(where, world.local_ranks, world.size, key))
-            facts = {"state": {"ranks": meta.world, "mean": meta.rank < 0, "steps": meta.progress}, "learnt": learnt}
-        except StateError as error:  # the other ranks wait to hear of it
-            problem = error
-        try:
-            self.session.agree(facts, str(problem) if problem is not None else None)
-        except AttachError as error:
-            raise problem or StateError(str(error)) from None
-        if problem is not None:
-            raise problem
-        assert load is not None
-        load()
+            return load, {
+                "state": {"ranks": meta.world, "mean": meta.rank < 0, "steps": meta.progress},
+                "learnt": learnt,
+            }
+
+        load_alike(prepare, self.session.agree)()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..comm import object_collectives
-from ..errors import AttachError, ThinwireError
+from ..errors import AttachError, StateError, ThinwireError
 from ..version import __version__
+
+T = TypeVar("T")
 
 
 def agree(group: dist.ProcessGroup | None, facts: Mapping[str, Any], error: str | None = None) -> None:
@@ -33,6 +35,28 @@ def agree(group: dist.ProcessGroup | None, facts: Mapping[str, Any], error: str 
             if everyone[0].get(key) != theirs.get(key):
                 problem = _difference(key, everyone[0].get(key), theirs.get(key), rank)
                 raise AttachError(f"the ranks disagree: {problem}")
+
+
+def load_alike(
+    prepare: Callable[[], tuple[T, dict[str, Any]]], agree: Callable[[dict[str, Any], str | None], object]
+) -> T:
+    """What all ranks load: `prepare` reads it and gives the facts that must be equal, `agree` compares them.
+
+    Raises `StateError` on every rank if one of them cannot read its state, or has another one.
+    """
+    facts: dict[str, Any] = {}
+    problem: StateError | None = None
+    try:
+        found, facts = prepare()
+    except StateError as error:  # the other ranks wait to hear of it
+        problem = error
+    try:
+        agree(facts, None if problem is None else str(problem))
+    except AttachError as error:
+        raise problem or StateError(str(error)) from None
+    if problem is not None:
+        raise problem
+    return found
 
 
 def _difference(key: str, first: Any, other: Any, rank: int) -> str:

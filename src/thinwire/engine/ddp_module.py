@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..errors import ExchangeError
 from .strategy import Strategy
@@ -58,11 +59,39 @@ def check_join(module: DistributedDataParallel | None) -> None:
         )
 
 
+class Skipping(Protocol):
+    @property
+    def skipped_last_step(self) -> bool: ...
+
+
+def skip_void_steps(optimizer: Optimizer, wire: Skipping) -> None:
+    """Make `optimizer.step()` do nothing after a void step of a wire."""
+
+    def drop(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if wire.skipped_last_step:
+            # The public way to make any torch optimizer skip a parameter, its momentum and step count included.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    optimizer.register_step_pre_hook(drop)
+
+
+def failed(error: Exception) -> Future[Tensor]:
+    """What a hook returns for a bucket in place of raising, which would leave DDP in pieces."""
+    future = Future[Any]()  # without devices: what it holds is no tensor
+    future.set_result(error)
+    told = future.then(unwrap)
+    forget_frames(error)
+    return told
+
+
 def unwrap(future: Future[Any]) -> Tensor:
     """The bucket of a future; an error, which the future holds as a value, is raised with its traceback as text."""
     value = future.value()
     if isinstance(value, BaseException):
-        raise ExchangeError(_traceback_text(value)) from value
+        # DDP hands only text from the exchange thread to backward.
+        raise ExchangeError("".join(traceback.format_exception(value)).rstrip()) from value
     assert isinstance(value, Tensor)
     return value
 
@@ -75,8 +104,3 @@ def forget_frames(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
-
-
-def _traceback_text(error: BaseException) -> str:
-    """DDP hands only text from the exchange thread to backward."""
-    return "".join(traceback.format_exception(error)).rstrip()

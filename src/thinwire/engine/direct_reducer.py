@@ -71,12 +71,10 @@ class DirectReducer(Exchange):
         except RuntimeError as error:
             raise self._failed(name, part, error) from error
         except BaseException:
-            assert self.executor is not None
             self.executor.close(ExchangeError("interrupted"))
             raise
 
     def end(self) -> None:
-        assert self.executor is not None
         if len(self._flying) != len(self._names):
             raise ExchangeError(f"{len(self._flying)} of {len(self._names)} tensors were handed over")
         rank_state, timings = self.executor.rank_states[0], []
@@ -95,7 +93,6 @@ class DirectReducer(Exchange):
 
     def _failed(self, name: str, part: Collective, error: RuntimeError) -> ExchangeError:
         """Nothing more is sent after an error."""
-        assert self.executor is not None
         rank_state = self.executor.rank_states[0]
         failure = ExchangeError(f"{name}, step {rank_state.step}, {part.name}, rank {rank_state.rank}: {error}")
         self.executor.close(failure)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from ..comm.world import LocalWorld, TorchWorld, ranks_per_node
 from ..errors import AttachError, ExchangeError
 from ..planner.plan import Plan
 from .consensus import agree, problem_of
+from .executor import Executor
 from .layout import Exclude, Layout, TensorInfo, describe, excluded
 from .lifecycle import Phase
 from .rank_state import Safety
@@ -61,9 +61,8 @@ class Exchange(Wire):
         try:
             strategy = Strategy.of(codec, chain)
             named_tensors = dict(named_tensors)
-            _check_devices(named_tensors)
+            _check(named_tensors)
             tensors = [describe(name, tensor) for name, tensor in named_tensors.items()]
-            _check(tensors)
             strategy.check(tensors, size, nodes[0])
             layout = strategy.layout(_buckets(tensors, group_bytes), exclude, min_elements)
             facts = {
@@ -95,12 +94,17 @@ class Exchange(Wire):
         session.use(session.make(layout))
         session.lifecycle.enter(Phase.COMPRESSED)
 
+    @property
+    def executor(self) -> Executor:
+        """What exchanges by the layout, from the beginning."""
+        assert self.session.executor is not None
+        return self.session.executor
+
     def reduce_(self, tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
         """Replace every tensor by its mean over ranks, less what stays in the residuals. Blocks until it is done.
 
         A mapping from name to tensor, all names that the exchange was made with; for a `LocalWorld`, one for each rank.
         """
-        assert self.executor is not None
         ranks = [tensors] if isinstance(tensors, Mapping) else list(tensors)
         if len(ranks) != len(self.world.local_ranks):
             raise ExchangeError(f"{len(ranks)} sets of tensors were given for {len(self.world.local_ranks)} ranks")
@@ -118,7 +122,6 @@ class Exchange(Wire):
 
     def begin(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Hand over one tensor, contiguous, of each rank in this process; after all of them, `end` waits for the means."""
-        assert self.executor is not None
         if not self._waiting.left:
             self._waiting = _Waiting(len(self._names))
             self.session.read_scale()
@@ -126,7 +129,6 @@ class Exchange(Wire):
 
     def end(self) -> None:
         """Wait until every tensor that was handed over holds its mean."""
-        assert self.executor is not None
         if not self._names:
             return
         waiting = self._waiting
@@ -156,18 +158,15 @@ class _Waiting:
             self.finished.set()
 
 
-def _check_devices(tensors: Mapping[str, Tensor]) -> None:
+def _check(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.device.type != "cpu":
             raise AttachError(
                 f"{name!r} is on {tensor.device}: Exchange takes tensors of the CPU; `attach` takes CUDA as well"
             )
-
-
-def _check(tensors: Sequence[TensorInfo]) -> None:
-    for tensor in tensors:
-        if not getattr(torch, tensor.dtype).is_floating_point:
-            raise AttachError(f"{tensor.name!r} is {tensor.dtype}: only real floating-point tensors can be exchanged")
+        if not tensor.dtype.is_floating_point:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise AttachError(f"{name!r} is {dtype}: only real floating-point tensors can be exchanged")
 
 
 def _buckets(tensors: Sequence[TensorInfo], limit: int) -> list[list[TensorInfo]]:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..comm.world import World
 from ..errors import StateError
 
 Where = str | os.PathLike[str]
@@ -65,6 +66,16 @@ def write(folder: Where, name: str, state: Mapping[str, Any], step: int) -> Path
         finally:
             os.close(handle)
     return target
+
+
+def write_all(folder: Where, state: Mapping[str, Any], world: World, step: int, *, shared: bool) -> None:
+    """Write the states of the ranks of this process, each to its file, or the shared one of all ranks, on rank 0."""
+    if not shared:
+        for rank in world.local_ranks:
+            own = {key: value for key, value in state.items() if key.startswith((f"rank{rank}.", "shared."))}
+            write(folder, name_of(rank, world.size), own, step)
+    elif world.local_ranks[0] == 0:
+        write(folder, name_of(None, world.size), state, step)
 
 
 class Files(Mapping[str, Any]):

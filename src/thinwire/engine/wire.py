@@ -17,6 +17,7 @@ from ..log import logger
 from ..planner.plan import Plan
 from . import files
 from .checkpoint import Checkpointer, Form
+from .ddp_module import skip_void_steps
 from .executor import Executor
 from .session import Session
 from .sinks import make_sink
@@ -212,15 +213,7 @@ class Wire:
         ranks agree. Schedulers and counters of your own still advance.
         """
         self.session.guard()
-
-        def drop(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self.skipped_last_step:
-                # The public way to make any torch optimizer skip a parameter, its momentum and step count included.
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.grad = None
-
-        optimizer.register_step_pre_hook(drop)
+        skip_void_steps(optimizer, self)
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replace one tensor of each rank in this process by its plain mean, outside of any step. Every rank calls it alike."""

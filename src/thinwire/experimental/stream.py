@@ -15,6 +15,7 @@ keeps what the step did to the residuals, or undoes it.
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ from ..codecs import Codec, Dense
 from ..comm.collectives import Collective
 from ..comm.world import TorchWorld
 from ..engine import files
-from ..engine.consensus import agree
-from ..engine.ddp_module import check_join, forget_frames, parameters_of, steps_until_final, unwrap
+from ..engine.consensus import agree, load_alike
+from ..engine.ddp_module import check_join, failed, parameters_of, skip_void_steps, steps_until_final
 from ..engine.layout import Exclude, TensorInfo
 from ..engine.strategy import Strategy
-from ..errors import AttachError, ExchangeError, StateError, WireClosed
+from ..errors import ExchangeError, StateError, WireClosed
 from ..log import logger
 from ..version import __version__
 from . import stream_state
@@ -130,7 +131,6 @@ class StreamWire:
     # -- the hook ------------------------------------------------------------------------------------------------------
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
-        # A hook that raises leaves DDP in pieces: it must be told through the future.
         try:
             check_join(self._module())
             if self.error is not None:
@@ -143,11 +143,7 @@ class StreamWire:
             for arrival in self._arrivals:  # DDP waits for all of them before it hears of this one
                 arrival.end()
             self._arrivals, self._flying = [], []
-            failed = Future[Any]()  # without devices: what it holds is no tensor
-            failed.set_result(error)
-            told = failed.then(unwrap)
-            forget_frames(error)
-            return told
+            return failed(error)
 
     def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
@@ -313,14 +309,7 @@ class StreamWire:
         For jobs without a GradScaler. The host then waits for the exchange before every step of the optimizer.
         """
         self._tests = True
-
-        def drop(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self.skipped_last_step:
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.grad = None
-
-        optimizer.register_step_pre_hook(drop)
+        skip_void_steps(optimizer, self)
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank: steps, and the bytes that it handed to collectives in the last one. The host waits for it."""
@@ -353,19 +342,13 @@ class StreamWire:
 
     def load(self, where: files.Where | Sequence[files.Where]) -> None:
         """Go on from files of `save`. **A collective**: all ranks load, from the same step, or none does."""
-        problem: StateError | None = None
-        prepared, steps = None, 0
-        try:
-            prepared = self._prepare(files.read(where, [self.world.rank], self.world.size))
-            steps = prepared[0].steps + prepared[0].dense_steps
-        except StateError as error:  # the other ranks wait to hear of it
-            problem = error
-        try:
-            with self.lane.current():
-                agree(self.world.parent, {"steps of the state": steps}, None if problem is None else str(problem))
-        except AttachError as error:
-            raise problem or StateError(str(error)) from None
-        assert prepared is not None
+
+        def prepare() -> tuple[tuple[Meta, dict[tuple[str, ...], Parts]], dict[str, Any]]:
+            meta, coded = self._prepare(files.read(where, [self.world.rank], self.world.size))
+            return (meta, coded), {"steps of the state": meta.steps + meta.dense_steps}
+
+        with self.lane.current():
+            prepared = load_alike(prepare, partial(agree, self.world.parent))
         self._take(*prepared)
 
     def _meta(self) -> Meta:

@@ -12,7 +12,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -150,21 +150,7 @@ def _run_job(cluster: Cluster, options: Options, phase: Phase, watcher: Watcher)
             phase.seconds.setdefault(item["run"], []).extend(item["seconds"])
             watcher.advance(1)
 
-    phase.pinned = follow(cluster, _command(options, phase.rate), hear)
-
-
-def _command(options: Options, rate: str) -> list[str]:
-    words = {
-        "--workload": options.workload,
-        "--rate": rate,
-        "--plans": options.plans,
-        "--seed": options.seed,
-        "--rounds": options.rounds,
-        "--steps": options.steps_per_round,
-        "--warm-up": options.warm_up,
-        "--budget": options.budget,
-    }
-    return worker("predict_worker", words)
+    phase.pinned = follow(cluster, worker("predict_worker", {**asdict(options), "rates": [phase.rate]}), hear)
 
 
 def _shape(cluster: Cluster, rate: str, watcher: Watcher) -> Phase:

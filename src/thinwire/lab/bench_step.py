@@ -6,13 +6,12 @@ backward and optimizer; the slowest rank counts. Bytes are read from the interfa
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..chains.chain import choose
 from ..errors import ThinwireError
@@ -24,6 +23,7 @@ from .netns import LabError, format_rate, parse_rate
 from .plots import figure
 
 PACKET_OVERHEAD = 66  # Ethernet 14, IPv4 20, TCP 20, TCP timestamps 12
+Item = TypeVar("Item")
 CEILING, BASE, SILENT, AUTO = "none", "fp32", "noop", "auto"
 PEER_NAMES = ("noop", "fp16", "bf16", "powersgd1", "powersgd4", "int8-hook", "topk-hook")
 
@@ -160,7 +160,7 @@ def run(nodes: int, options: Options, watcher: Watcher) -> Run:
     """All rates and methods on one cluster of `nodes` nodes.
 
     Every rate has a job of its own, started when the links are shaped: a connection that is older goes on building packets
-    for the rate it was made at, which the shaper must cut up, and that costs the processor of a dense method the most.
+    for the rate it was made at, which the shaper must cut up, and that costs a dense method the most CPU time.
     """
     with Cluster(nodes, options.ranks_per_node, "none") as cluster:
         if cluster.why:
@@ -187,21 +187,7 @@ def _run_job(cluster: Cluster, options: Options, outcome: Run, watcher: Watcher)
         elif "peak_memory_bytes" in item:
             outcome.peak_memory_bytes = max(outcome.peak_memory_bytes, item["peak_memory_bytes"])
 
-    outcome.pinned = follow(cluster, _command(options), hear)
-
-
-def _command(options: Options) -> list[str]:
-    words: dict[str, object] = {
-        "--workload": options.workload,
-        "--methods": json.dumps(options.methods),
-        "--rounds": options.rounds,
-        "--steps": options.steps_per_round,
-        "--warm-up": options.warm_up,
-        "--momentum": options.momentum,
-    }
-    if options.bucket_mb is not None:
-        words["--bucket-mb"] = options.bucket_mb
-    return [*worker("step_worker", words), *([] if options.bucket_view else ["--no-bucket-view"])]
+    outcome.pinned = follow(cluster, worker("step_worker", asdict(options)), hear)
 
 
 def _shape(cluster: Cluster, rate: str, watcher: Watcher) -> Phase:
@@ -295,34 +281,27 @@ def _handed_over(visits: Sequence[Visit]) -> tuple[float | None, float | None]:
     return sum(visit.handed_bytes for visit in visits) / steps, sum(visit.traffic_bytes for visit in visits) / steps
 
 
-def interval(rounds: Sequence[Sequence[float]], samples: int = 2000, seed: int = 0) -> tuple[float, float]:
+def interval(rounds: Sequence[Sequence[float]]) -> tuple[float, float]:
     """95 % confidence interval of the median: bootstrap over rounds, since steps of a visit are correlated."""
-    generator = random.Random(seed)
-    medians = []
-    for _ in range(samples):
-        drawn = generator.choices(rounds, k=len(rounds))
-        medians.append(statistics.median(value for seconds in drawn for value in seconds))
-    medians.sort()
-    return medians[int(0.025 * samples)], medians[int(0.975 * samples)]
+    return _bootstrap(rounds, lambda drawn: statistics.median(value for seconds in drawn for value in seconds))
 
 
-def ratio_interval(
-    visits: Sequence[Visit], others: Sequence[Visit], samples: int = 2000, seed: int = 0
-) -> tuple[float, float] | None:
+def ratio_interval(visits: Sequence[Visit], others: Sequence[Visit]) -> tuple[float, float] | None:
     """95 % confidence interval of the ratio of two medians: paired bootstrap over rounds."""
     first, second = ({visit.round: visit.seconds for visit in each} for each in (visits, others))
+
+    def ratio(drawn: Sequence[int]) -> float:
+        own, base = (statistics.median(value for at in drawn for value in each[at]) for each in (first, second))
+        return own / base
+
     common = sorted(first.keys() & second.keys())
-    if not common:
-        return None
-    generator, ratios = random.Random(seed), []
-    for _ in range(samples):
-        drawn = generator.choices(common, k=len(common))
-        ratios.append(
-            statistics.median(value for round_ in drawn for value in first[round_])
-            / statistics.median(value for round_ in drawn for value in second[round_])
-        )
-    ratios.sort()
-    return ratios[int(0.025 * samples)], ratios[int(0.975 * samples)]
+    return _bootstrap(common, ratio) if common else None
+
+
+def _bootstrap(items: Sequence[Item], statistic: Callable[[Sequence[Item]], float]) -> tuple[float, float]:
+    generator, samples = random.Random(0), 2000
+    found = sorted(statistic(generator.choices(items, k=len(items))) for _ in range(samples))
+    return found[int(0.025 * samples)], found[int(0.975 * samples)]
 
 
 def plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:

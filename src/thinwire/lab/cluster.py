@@ -49,7 +49,7 @@ class Cluster:
         if not 1 <= nodes <= 1000:
             raise LabError(f"a cluster of {nodes} nodes cannot be made: choose 1 to 1000 (a bridge has 1023 ports)")
         if not 1 <= ranks_per_node <= 1000:
-            raise LabError(f"{ranks_per_node} ranks a node cannot be started: choose 1 to 1000")
+            raise LabError(f"{ranks_per_node} ranks per node cannot be started: choose 1 to 1000")
         if mode not in (None, "root", "rootless", "loopback"):
             raise LabError(f"mode {mode!r} does not exist: choose 'root', 'rootless' or 'loopback', or leave it out")
         self.nodes = nodes
@@ -214,10 +214,7 @@ class Cluster:
     def enter(self, node: int) -> list[str]:
         """The prefix that makes a command run on a node."""
         self._up()
-        return self._inside(self._check(node))
-
-    def _inside(self, node: int) -> list[str]:
-        return self._network.inside(node) if self._network is not None else []
+        return [] if self._network is None else self._network.inside(self._check(node))
 
     def _rank(
         self, rank: int, node: int, command: list[str], environment: dict[str, str], cores: tuple[int, ...]

@@ -21,7 +21,7 @@ from ..codecs import parse
 from ..codecs.micro import MicroState
 from ..comm.world import LocalWorld
 from ..engine.exchange import Exchange
-from .results import result, write
+from .results import write
 
 CODECS = (
     "micro",
@@ -60,7 +60,6 @@ def follow(text: str, images: Tensor, labels: Tensor, batch_size: int, ranks: in
     exchange = Exchange(parameters, parse(text), LocalWorld(ranks), min_elements=200)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
-    assert exchange.executor is not None
     drivers = [run.driver for run in exchange.executor.rank_states[0].groups if run.driver is not None]
     runs = [driver for driver in drivers if isinstance(driver.state, MicroState)]
     target = sum(int(0.01 * sum(parameter.elements for parameter in run.info.parameters)) for run in runs)
@@ -115,8 +114,7 @@ def main() -> None:
         numbers = ("ratio_10_100", "ratio_100_500", "in_range", "overflow", "imbalance", "loss")
         table.add_row(str(row["codec"]), *(f"{row[key]:.3f}" for key in numbers))
     Console().print(table)
-    if options.json_file:
-        write(options.json_file, result("lab controller", rows, {}))
+    write(options.json_file, "lab controller", rows, {})
 
 
 if __name__ == "__main__":

@@ -80,9 +80,14 @@ class Spec:
 
     @property
     def name(self) -> str:
-        digest = hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:8]
-        words = re.sub(r"[^A-Za-z0-9.]+", "-", self.method.text).strip("-")[:60]
-        return f"{self.task.name}-{self.workers}w-{words}-s{self.seed}-{digest}"
+        facts = json.dumps(self.facts(), sort_keys=True)
+        return name_of(f"{self.task.name}-{self.workers}w", self.method.text, self.seed, facts)
+
+
+def name_of(place: str, method: str, seed: int, facts: str) -> str:
+    """The name of a run's files: readable, and different for different facts."""
+    words = re.sub(r"[^A-Za-z0-9.]+", "-", method).strip("-")[:60]
+    return f"{place}-{words}-s{seed}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 def specs(options: Options) -> list[Spec]:

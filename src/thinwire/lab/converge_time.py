@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 from ..planner.plan import Plan
 from .bench_step import AUTO, BASE, PEER_NAMES
 from .cluster import Cluster
-from .converge import Unfinished, read
+from .converge import Unfinished, name_of, read
 from .job_stream import Watcher, calibrate, follow, worker
 from .netns import LabError, format_rate, parse_rate
 from .tasks import load
@@ -50,9 +48,8 @@ class Options:
         plain = method in (AUTO, BASE, *PEER_NAMES) or method.endswith(PLAN)
         facts = [self.workload, method if plain else Method.parse(method).full(), seed, self.rate, self.target]
         facts += [self.nodes, EVERY, sorted(self.recipe.items())]
-        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:8]
-        words = re.sub(r"[^A-Za-z0-9.]+", "-", method).strip("-")[:60]
-        return self.results / f"{self.workload}-{self.nodes}n-{self.rate}-{words}-s{seed}-{digest}.json"
+        place = f"{self.workload}-{self.nodes}n-{self.rate}"
+        return self.results / f"{name_of(place, method, seed, json.dumps(facts))}.json"
 
 
 def check(options: Options) -> None:
@@ -117,13 +114,13 @@ def _fill(options: Options, todo: list[tuple[int, str]], rows: list[dict[str, An
 def _one(cluster: Cluster, options: Options, method: str, seed: int) -> dict[str, Any]:
     row: dict[str, Any] = {}
     words = {
-        "--workload": options.workload,
-        "--data": options.data.resolve(),
-        "--method": method,
-        "--seed": seed,
-        "--target": options.target,
-        "--every": EVERY,
-        "--recipe": json.dumps(options.recipe),
+        "workload": options.workload,
+        "data": str(options.data.resolve()),
+        "method": method,
+        "seed": seed,
+        "target": options.target,
+        "every": EVERY,
+        "recipe": options.recipe,
     }
     pinned = follow(cluster, worker("converge_worker", words), lambda rank, item: row.update(item))
     if "value" not in row:

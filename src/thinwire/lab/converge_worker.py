@@ -6,11 +6,13 @@ exchanges during backward, so gradient clipping applies to the mean.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -85,10 +87,7 @@ class Job:
 
     def evaluate(self) -> float:
         """Evaluate on every rank; returns the value of rank 0."""
-        if self.updates is not None:
-            with self.updates.at("settled"):
-                value = self.task.evaluate(self.model)[1]
-        else:
+        with contextlib.nullcontext() if self.updates is None else self.updates.at("settled"):
             value = self.task.evaluate(self.model)[1]
         agreed = torch.tensor(value, dtype=torch.float64)
         dist.broadcast(agreed, 0)
@@ -96,18 +95,10 @@ class Job:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("--workload", "--method", "--recipe"):
-        parser.add_argument(name, required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--target", type=float, required=True)
-    parser.add_argument("--every", type=int, required=True)
-    options = parser.parse_args()
-
+    options = SimpleNamespace(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    task = load(options.workload, options.data, **json.loads(options.recipe))
+    task = load(options.workload, Path(options.data), **options.recipe)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "eth0")
     dist.barrier()
     begun = time.perf_counter()

@@ -38,15 +38,12 @@ class Samples(Protocol):
 
     def __len__(self) -> int:
         """Samples in an epoch."""
-        ...
 
     def batch(self, seed: int, step: int, size: int, piece: slice) -> Batch:
         """A piece of the batch of a step, which has `size` samples."""
-        ...
 
     def chunks(self, size: int) -> Iterator[Batch]:
         """All samples once, in order, for evaluation."""
-        ...
 
 
 @dataclass

@@ -23,8 +23,8 @@ class Watcher:
 
 
 def worker(module: str, options: Mapping[str, object]) -> list[str]:
-    """The command that runs a module of this package with these options."""
-    return [sys.executable, "-m", f"thinwire.lab.{module}", *(str(word) for pair in options.items() for word in pair)]
+    """The command that runs a module of this package; it gets these options as JSON, its only argument."""
+    return [sys.executable, "-m", f"thinwire.lab.{module}", json.dumps(options)]
 
 
 def calibrate(cluster: Cluster, watcher: Watcher) -> Calibration:

@@ -24,8 +24,10 @@ def result(command: str, rows: list[dict[str, Any]], summary: dict[str, Any]) ->
     }
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def write(path: Path | None, command: str, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    """Write a result file, if a path was given."""
+    if path is not None:
+        path.write_text(json.dumps(result(command, rows, summary), indent=2) + "\n")
 
 
 def _processor() -> str:

@@ -25,7 +25,7 @@ from ..engine.exchange import Exchange
 from ..errors import AttachError, ExchangeError, ThinwireError
 from ..log import logger, set_up
 from . import selftest_device
-from .selftest_device import Failed
+from .selftest_device import Failed, batch, differing, model
 
 PATIENCE = timedelta(seconds=30)
 SHAPES = {"kernel": (24, 16, 3, 3), "matrix": (96, 80), "bias": (80,), "vector": (5000,)}
@@ -110,7 +110,6 @@ def laws_of(text: str) -> str:
 
 
 def _left(exchange: Exchange) -> dict[str, Tensor]:
-    assert exchange.executor is not None
     return {name: residual.double() for name, residual in exchange.executor.rank_states[0].residuals.named()}
 
 
@@ -121,32 +120,17 @@ def _tensors(step: int) -> dict[str, Tensor]:
 
 def _same(tensors: dict[str, Tensor], where: str) -> None:
     """Raise `Failed` unless the tensors are identical on all ranks."""
-    mine = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()]).view(torch.int32)
-    least, most = mine.clone(), mine.clone()
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    if not torch.equal(least, most):
-        raise Failed(f"{where}: {int((least != most).sum())} elements differ between ranks")
+    if count := differing(torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()])):
+        raise Failed(f"{where}: {count} elements differ between ranks")
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
-def _model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10))
-
-
-def _batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    inputs = torch.randn(32, 32, generator=generator)
-    return inputs, inputs[:, :10].argmax(1)
-
-
 def _train(ddp: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
     losses = []
     for step in steps:
-        inputs, targets = _batch(step)
+        inputs, targets = batch(step)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(ddp(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -159,7 +143,7 @@ def training() -> str:
     """A model learns and stays identical on all ranks."""
     said = []
     for codec in ("topk(density=0.05)", "micro(density=0.05)"):
-        ddp = DistributedDataParallel(_model(), bucket_cap_mb=0.02)
+        ddp = DistributedDataParallel(model(), bucket_cap_mb=0.02)
         wire = attach(ddp, codec, min_elements=100, timeout=PATIENCE)
         losses = _train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), range(60))
         _same(dict(ddp.named_parameters()), codec)
@@ -175,13 +159,13 @@ def order() -> str:
     """Two models in one backward pass, completed in a different order on every rank."""
     groups = [dist.new_group(), dist.new_group()]
     modules = [
-        DistributedDataParallel(_model(seed), bucket_cap_mb=0.02, process_group=group)
+        DistributedDataParallel(model(seed), bucket_cap_mb=0.02, process_group=group)
         for seed, group in enumerate(groups)
     ]
     wires = [attach(ddp, "micro(density=0.05)", min_elements=100, timeout=PATIENCE) for ddp in modules]
     optimizer = torch.optim.SGD([p for ddp in modules for p in ddp.parameters()], lr=0.1)
     for step in range(15):
-        inputs, targets = _batch(step)
+        inputs, targets = batch(step)
         optimizer.zero_grad()
         turned = step >= 3 and (step + dist.get_rank()) % 2 == 1
         losses = [nn.functional.cross_entropy(ddp(inputs), targets) for ddp in modules[:: -1 if turned else 1]]

@@ -61,15 +61,30 @@ def run(device: torch.device | None = None, backend: str = "") -> str:
     return f"{device.type} over {backend}, experimental: trains, loses nothing, rolls back, resumes"
 
 
-def _model(device: torch.device, seed: int = 0) -> nn.Module:
+def model(seed: int = 0) -> nn.Module:
+    """What the checks train."""
     torch.manual_seed(seed)
-    layers = nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10)
-    return nn.Sequential(*layers).to(device)
+    return nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def _wrapped(device: torch.device, group: dist.ProcessGroup, seed: int = 0) -> DistributedDataParallel:
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """This rank's inputs and targets in a step."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    inputs = torch.randn(32, 32, generator=generator)
+    return inputs, inputs[:, :10].argmax(1)
+
+
+def differing(tensor: Tensor, group: dist.ProcessGroup | None = None) -> int:
+    """How many elements of a float32 tensor are not identical on all ranks. A collective."""
+    least, most = tensor.contiguous().view(torch.int32).clone(), tensor.contiguous().view(torch.int32).clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return int((least != most).sum())
+
+
+def _wrapped(device: torch.device, group: dist.ProcessGroup) -> DistributedDataParallel:
     ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(_model(device, seed), device_ids=ids, process_group=group, bucket_cap_mb=0.02)
+    return DistributedDataParallel(model().to(device), device_ids=ids, process_group=group, bucket_cap_mb=0.02)
 
 
 @contextlib.contextmanager
@@ -91,11 +106,9 @@ def _attached(
 
 def _backward(ddp: DistributedDataParallel, step: int, factor: float | Tensor = 1.0) -> float:
     device = next(ddp.parameters()).device
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    inputs = torch.randn(32, 32, generator=generator)
-    for parameter in ddp.parameters():
-        parameter.grad = None
-    loss = nn.functional.cross_entropy(ddp(inputs.to(device)), inputs[:, :10].argmax(1).to(device))
+    inputs, targets = batch(step)
+    ddp.zero_grad()
+    loss = nn.functional.cross_entropy(ddp(inputs.to(device)), targets.to(device))
     (loss * factor).backward()  # type: ignore[no-untyped-call]
     return float(loss)
 
@@ -141,10 +154,7 @@ def _check(
         off = float((sent / ddp.process_group.size() - result.double()).abs().max())
         if not off <= (1e-2 if codec == "cast" else 1e-5):
             problems.append(f"{codec}, step {step}: {off:.2g} of {name} is neither sent nor in the residual")
-        least, most = result.contiguous().view(torch.int32).clone(), result.contiguous().view(torch.int32).clone()
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=ddp.process_group)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ddp.process_group)
-        if not torch.equal(least, most):
+        if differing(result, ddp.process_group):
             problems.append(f"{codec}, step {step}: {name} differs between ranks")
     _judge(not problems, "; ".join(problems))
 

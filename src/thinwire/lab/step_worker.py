@@ -7,7 +7,6 @@ process group, outside timed sections.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import gc
@@ -16,6 +15,7 @@ import json
 import math
 import os
 import resource
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ import thinwire
 
 from ..ddp.wire import DDPWire
 from ..engine.wire import Wire
-from .bench_step import BASE, name_and_size, sizes_of
+from .bench_step import BASE, Options, name_and_size, sizes_of
 from .hard_exit import hard_exit
 from .method_spec import parse_updates
 from .peers import ONE_BUCKET_MB, PEERS
@@ -202,24 +202,14 @@ def say(**news: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", required=True)
-    parser.add_argument("--methods", required=True, help="a JSON list")
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True, help="steps per visit")
-    parser.add_argument("--warm-up", type=int, required=True, help="steps of each method before measurements begin")
-    parser.add_argument("--bucket-mb", type=float, default=None)
-    parser.add_argument("--no-bucket-view", action="store_true", help="DDP copies gradients out of its buckets")
-    parser.add_argument("--momentum", type=float, required=True)
-    options = parser.parse_args()
-
+    options = Options(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     keep_memory()
     dist.init_process_group("gloo")
     work = load(options.workload)
     runs = []
-    for method in json.loads(options.methods):
-        runs.append(make(method, work, options.bucket_mb, not options.no_bucket_view, options.momentum))
+    for method in options.methods:
+        runs.append(make(method, work, options.bucket_mb, options.bucket_view, options.momentum))
         say(made=method)
     visitor = Visitor(work, runs, os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
     for place, run in enumerate(runs):
@@ -231,7 +221,7 @@ def main() -> None:
     gc.freeze()
     for round_ in range(options.rounds):
         for place, run in enumerate(runs):
-            say(round=round_, method=place, **visitor.visit(run, options.steps))
+            say(round=round_, method=place, **visitor.visit(run, options.steps_per_round))
     for place, run in enumerate(runs):
         if isinstance(run.wire, DDPWire) and run.wire.tuner is not None:
             say(explained=run.wire.explain(), method=place)

@@ -29,7 +29,7 @@ from torch.nn import functional
 from . import datasets
 from .datasets import Batch, Samples
 from .netns import LabError
-from .workloads import GPT, Residual
+from .workloads import GPT, LSTM, Residual
 
 SCHEDULES = ("cosine", "steps", "constant")
 
@@ -159,19 +159,6 @@ def load(name: str, data: Path, **changes: Any) -> Task:
 # The tasks.
 
 
-class CharLSTM(nn.Module):
-    """Characters (batch, length) to logits (batch, length, vocabulary)."""
-
-    def __init__(self, vocabulary: int, width: int = 64, hidden: int = 256) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.lstm = nn.LSTM(width, hidden, batch_first=True)
-        self.head = nn.Linear(hidden, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(tokens))[0])  # type: ignore[no-any-return]
-
-
 class WordLSTM(nn.Module):
     """Words (batch, length) and next words to the loss of each; rare words use a cheaper part of the softmax."""
 
@@ -221,7 +208,7 @@ def _cifar(data: Path) -> Task:
 def _shakespeare_lstm(data: Path) -> Task:
     train, test, vocabulary = datasets.characters(data / "tinyshakespeare.txt", 64)
     recipe = Recipe(lr=2.0, batch=16, steps=1000, clip=1.0, warm_up=50)
-    return Task("shakespeare-lstm", "nats", lambda: CharLSTM(vocabulary), train, test, recipe)
+    return Task("shakespeare-lstm", "nats", lambda: LSTM(vocabulary, 64, 256, vocabulary), train, test, recipe)
 
 
 def _shakespeare_gpt(data: Path) -> Task:

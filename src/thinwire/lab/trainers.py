@@ -6,8 +6,9 @@ real jobs use. Local updates have one model per rank.
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from ..chains.chain import choose
 from ..comm.world import LocalWorld
 from ..engine.exchange import GROUP_BYTES, Exchange
 from ..engine.layout import kinds_of
-from ..engine.wire import Wire
 from ..errors import ThinwireError
 from ..updates import LocalUpdates
 from .method_spec import EXAMPLE, UpdatesSpec, parse_updates
@@ -93,8 +93,13 @@ class Exclusions:
     """One group per tensor, so that bytes can be attributed to layers."""
 
 
-class Trainer:
+class Trainer(abc.ABC):
     """A method on a task: `step`, `evaluate`, `state` and `load`."""
+
+    wire: Exchange
+    optimizer: torch.optim.Optimizer
+    stateful: Mapping[str, Any]
+    """The parts of its training state: all have `state_dict` and `load_state_dict`."""
 
     def __init__(
         self, task: Task, method: Method, seed: int, workers: int, world: World, exceptions: Exclusions
@@ -104,14 +109,6 @@ class Trainer:
         self.done = 0
         self.support: float | None = None
         """Fraction of the compressed elements that were nonzero in the last mean."""
-
-    @property
-    def wire(self) -> Wire:
-        raise NotImplementedError
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        raise NotImplementedError
 
     def step(self) -> float:
         """A step of all ranks of this process; returns their mean loss."""
@@ -123,23 +120,25 @@ class Trainer:
         self.done += 1
         return loss
 
+    @abc.abstractmethod
     def _step(self) -> float:
-        raise NotImplementedError
+        """Gradients, exchange and optimizer; returns the mean loss."""
 
+    @abc.abstractmethod
     def evaluate(self) -> dict[str, float]:
-        raise NotImplementedError
+        """Loss and metric on all test data."""
 
     def state(self) -> dict[str, Any]:
         """The complete training state."""
-        raise NotImplementedError
+        return {name: part.state_dict() for name, part in self.stateful.items()}
 
     def load(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
+        for name, part in self.stateful.items():
+            part.load_state_dict(state[name])
 
     def numbers(self) -> dict[str, float]:
         """Totals of this rank: bytes passed to collectives, their traffic on its link, and the norm of its residuals."""
         executor = self.wire.executor
-        assert executor is not None
         groups = executor.statistics.groups
         return {
             "bytes": float(executor.statistics.bytes),
@@ -150,7 +149,6 @@ class Trainer:
     def bytes_by_group(self) -> dict[str, float]:
         """Total bytes by the names of the tensors of a group."""
         executor = self.wire.executor
-        assert executor is not None
         pairs = zip(executor.layout.groups, executor.statistics.groups, strict=True)
         return {",".join(slot.name for slot in group.slots): float(seen.bytes) for group, seen in pairs}
 
@@ -173,9 +171,9 @@ class GradientTrainer(Trainer):
     ) -> None:
         super().__init__(task, method, seed, workers, world, exceptions)
         self.model = task.model(seed).to(memory_format=task.layout)  # type: ignore[call-overload]
-        self._optimizer = task.recipe.make(self.model.parameters(), corrected=method.momentum)
+        self.optimizer = task.recipe.make(self.model.parameters(), corrected=method.momentum)
         self.named = dict(self.model.named_parameters())
-        self.exchange = Exchange(
+        self.wire = Exchange(
             self.named,
             method.codec,
             world,
@@ -184,29 +182,24 @@ class GradientTrainer(Trainer):
             group_bytes=1 if exceptions.by_layer else GROUP_BYTES,
         )
         self._flat = [torch.zeros(sum(p.numel() for p in self.named.values())) for _ in self.ranks]
-        self._gradients = [self._views(flat) for flat in self._flat]
-        assert self.exchange.executor is not None
-        layout = self.exchange.executor.layout
-        self._coded = [
-            slot.name for group in layout.groups for slot in group.slots if slot.role == "coded" and not group.direct
+        sizes = [parameter.numel() for parameter in self.named.values()]
+        self._gradients = [
+            {
+                name: piece.view_as(p)
+                for (name, p), piece in zip(self.named.items(), torch.split(flat, sizes), strict=True)
+            }
+            for flat in self._flat
         ]
-
-    def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        pieces = torch.split(flat, [parameter.numel() for parameter in self.named.values()])
-        return {name: piece.view_as(p) for (name, p), piece in zip(self.named.items(), pieces, strict=True)}
-
-    @property
-    def wire(self) -> Wire:
-        return self.exchange
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
+        self.stateful = {"model": self.model, "optimizer": self.optimizer, "exchange": self.wire}
+        groups = self.wire.executor.layout.groups
+        self._coded = [
+            slot.name for group in groups for slot in group.slots if slot.role == "coded" and not group.direct
+        ]
 
     def _step(self) -> float:
         total = 0.0
         for rank, flat, gradients in zip(self.ranks, self._flat, self._gradients, strict=True):
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             loss = self.task.loss(self.model, self.task.batch(self.seed, self.done, rank, self.workers))
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
@@ -214,11 +207,11 @@ class GradientTrainer(Trainer):
                 assert parameter.grad is not None
                 gradients[name].copy_(parameter.grad)
             self._clip(flat)
-        self.exchange.reduce_(self._gradients if isinstance(self.exchange.world, LocalWorld) else self._gradients[0])
+        self.wire.reduce_(self._gradients if isinstance(self.wire.world, LocalWorld) else self._gradients[0])
         for name, parameter in self.named.items():
             assert parameter.grad is not None
             parameter.grad.copy_(self._gradients[0][name])
-        self._optimizer.step()
+        self.optimizer.step()
         return total / len(self.ranks)
 
     def look(self) -> None:
@@ -230,18 +223,6 @@ class GradientTrainer(Trainer):
     def evaluate(self) -> dict[str, float]:
         loss, value = self.task.evaluate(self.model)
         return {"test_loss": loss, "value": value}
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "exchange": self.exchange.state_dict(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.exchange.load_state_dict(state["exchange"])
 
 
 class LocalUpdateTrainer(Trainer):
@@ -265,14 +246,8 @@ class LocalUpdateTrainer(Trainer):
             exclude=exceptions.exclude,
             min_elements=exceptions.min_elements,
         )
-
-    @property
-    def wire(self) -> Wire:
-        return self.updates.exchange
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.updates
+        self.wire, self.optimizer = self.updates.exchange, self.updates
+        self.stateful = {"updates": self.updates}
 
     def _step(self) -> float:
         total = 0.0
@@ -303,12 +278,6 @@ class LocalUpdateTrainer(Trainer):
             "residual_norm": stats["residual_norm"],
         }
 
-    def state(self) -> dict[str, Any]:
-        return {"updates": self.updates.state_dict()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.updates.load_state_dict(state["updates"])
-
     def close(self) -> None:
         self.updates.close()
 
@@ -316,7 +285,7 @@ class LocalUpdateTrainer(Trainer):
 def make(
     task: Task, method: Method, seed: int, workers: int, world: World = None, exceptions: Exclusions = Exclusions()
 ) -> Trainer:
-    kind = GradientTrainer if method.updates is None else LocalUpdateTrainer
+    kind: type[Trainer] = GradientTrainer if method.updates is None else LocalUpdateTrainer
     return kind(task, method, seed, workers, world, exceptions)
 
 

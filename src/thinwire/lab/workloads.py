@@ -170,16 +170,18 @@ class GPT(nn.Module):
 
 
 class LSTM(nn.Module):
-    """A word model that reads a large vocabulary and predicts common words. Tokens (batch, length) to logits (..., answers)."""
+    """Reads a large vocabulary and predicts common words. Tokens (batch, length) to logits (..., answers)."""
 
     vocabulary = 30_000
     answers = 2_000
 
-    def __init__(self, width: int = 256) -> None:
+    def __init__(
+        self, vocabulary: int = vocabulary, width: int = 256, hidden: int = 256, answers: int = answers
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(self.vocabulary, width)
-        self.lstm = nn.LSTM(width, width, batch_first=True)
-        self.head = nn.Linear(width, self.answers)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, answers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         states, _ = self.lstm(self.embedding(tokens))

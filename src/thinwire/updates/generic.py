@@ -61,7 +61,6 @@ class GenericBackend:
 
     @property
     def _executor(self) -> Executor:
-        assert self.exchange.executor is not None
         return self.exchange.executor
 
     @property

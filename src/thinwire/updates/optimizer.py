@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from ..codecs import Codec
 from ..comm.world import LocalWorld
 from ..engine import files
+from ..engine.consensus import load_alike
 from ..engine.exchange import Exchange
 from ..engine.layout import Exclude
-from ..errors import AttachError, ExchangeError, StateError, ThinwireError
+from ..errors import AttachError, ExchangeError, ThinwireError
 from ..feedback import Detached
 from ..log import set_up
 from . import checkpoint, evaluation, restore
@@ -238,7 +239,7 @@ class LocalUpdates(Optimizer):
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank; bytes are means over steps, with or without an exchange."""
-        bytes_ = sum(wire.executor.statistics.bytes for wire in self._backend.wires if wire.executor is not None)
+        bytes_ = sum(wire.executor.statistics.bytes for wire in self._backend.wires)
         residuals = [residual for residual in self._backend.residuals[0] if residual is not None]
         return {
             "codec": str(self.codec),
@@ -285,31 +286,20 @@ class LocalUpdates(Optimizer):
 
     def save(self, folder: files.Where, kind: Literal["exact", "folded"] = "exact") -> None:
         """Write `state_dict(kind)` as safetensors files: one per rank, or one in all, each complete or not at all."""
-        whole, world = self.state_dict(kind), self._job.world
-        if kind == "folded":
-            if world.local_ranks[0] == 0:
-                files.write(folder, files.name_of(None, world.size), whole, self.steps)
-            return
-        for rank in world.local_ranks:
-            own = {key: value for key, value in whole.items() if key.startswith((f"rank{rank}.", "shared."))}
-            files.write(folder, files.name_of(rank, world.size), own, self.steps)
+        files.write_all(folder, self.state_dict(kind), self._job.world, self.steps, shared=kind == "folded")
 
     def load(self, where: files.Where | Sequence[files.Where], *, key: str | None = None) -> None:
         """Resume from files of `save`, or from a checkpoint of `torch.distributed.checkpoint`.
 
         **A collective**: an error on all ranks if one of them cannot, or loads another step.
         """
-        world, problem = self._job.world, None
-        try:
+        world = self._job.world
+
+        def load() -> tuple[None, dict[str, Any]]:
             self.load_state_dict(files.read(where, world.local_ranks, world.size, key))
-        except StateError as error:  # the other ranks wait to agree
-            problem = error
-        try:
-            self._job.agree({"steps of the state": self.steps}, None if problem is None else str(problem))
-        except AttachError as error:
-            raise problem or StateError(str(error)) from None
-        if problem is not None:
-            raise problem
+            return None, {"steps of the state": self.steps}
+
+        load_alike(load, self._job.agree)
 
     def close(self) -> None:
         """End the exchange thread and give up the process groups. The parameters stay as they are."""
