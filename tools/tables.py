@@ -133,7 +133,16 @@ def _wrapped(command: str) -> str:
             lines.append(f"    {part}")
         else:
             lines[-1] = f"{lines[-1]} {part}".strip() if len(lines) == 1 else f"{lines[-1]} {part}"
-    return " \\\n".join(lines)
+    return " \\\n".join(_folded(line) for line in lines)
+
+
+def _folded(line: str) -> str:
+    """A list in quotes that is too long, one line after the other: the shell drops a backslash at the end of a line."""
+    parts, rest = [], line
+    while len(rest) > LINE and (cuts := [at.end() for at in re.finditer(r",(?=\w)", rest[: LINE - 1])]):
+        parts.append(rest[: cuts[-1]])
+        rest = rest[cuts[-1] :]
+    return "\\\n".join([*parts, rest])
 
 
 def pages(root: Path = ROOT) -> list[Path]:

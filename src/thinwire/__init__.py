@@ -103,7 +103,7 @@ def __getattr__(name: str) -> Any:
 
 
 _ROOMS = ("codecs", "engine", "errors", "feedback", "kernels", "messages", "planner")
-"""Packages that can be reached as attributes without an import of their own."""
+"""Packages that can be reached as attributes without a separate import."""
 
 
 def __dir__() -> list[str]:

@@ -113,7 +113,7 @@ def test_it_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
         ]
         _world("adacomp", 2).load_state_dict(states["topk via B"])
         assert "the state is of topk via " in caplog.messages[1]
-        assert caplog.messages[1].endswith(": residuals are kept, and adacomp begins to learn anew")
+        assert caplog.messages[1].endswith(": residuals are kept, and adacomp starts to learn from scratch")
         assert len(caplog.messages) == 2
 
 

@@ -17,9 +17,9 @@ rank has seen, four bytes for each such Comp (`Stage.note`), so that all ranks t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from ..errors import ChainError, ExchangeError
 from ..messages import HEADER_BYTES
 from . import allgather, allreduce, alltoall, broadcast, gather, offload, reduce, reducescatter, tree
 from .partition import Partition, Range
-from .runtime import NAN, ChainRuntime, Stage, idle
+from .runtime import NAN, ChainRuntime, Piece, Position, Stage, idle
 from .tree import Leaf
 
 STEPS = {
@@ -46,40 +46,6 @@ STEPS = {
     ("B", True): broadcast.on_messages,
 }
 _ADDS = ("AR", "RS", "R", "dec")
-
-
-@dataclass
-class Piece:
-    """The range of one message of a Comp, and the codec state for it."""
-
-    range: Range
-    state: CodecState
-
-
-@dataclass
-class Position:
-    """One Comp of a chain: its messages on this rank, and the bytes that all ranks wanted."""
-
-    range: Range
-    residual: ResidualPart
-    pieces: list[Piece]
-    count: int
-    capacity: Capacity | None
-    talk: CodecDriver | None = None
-    buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    wanted: int = -1
-    entries: int = 0
-
-    def make_room(self) -> Tensor:
-        """Buffers for the messages of this step, uint8 [1, pieces, capacity]."""
-        assert self.capacity is not None
-        size = self.capacity.value
-        if self.buffer.numel() < size * self.count:
-            self.buffer = torch.zeros(size * self.count, dtype=torch.uint8)
-        rows = self.buffer[: size * self.count].view(1, self.count, size)
-        for row, piece in zip(rows[0], self.pieces, strict=True):
-            piece.state.outgoing = row
-        return rows
 
 
 class Chain:
@@ -135,11 +101,11 @@ class Chain:
                     if later.divides:
                         splits.append(place.count(later.scope))
                 position += 1
-                shape = shape.compressed(tuple(splits))
+                shape = dataclasses.replace(shape, splits=tuple(splits), sources=1)
                 counts = tuple(cuts + splits)
                 self._add_position(before, shape, counts, ops[number + 1].scope if self.leaf.summed else None)
             elif op.routine == "dec":
-                shape = shape.decompressed()
+                shape = dataclasses.replace(shape, splits=(), sources=0)
                 if scattered:
                     reported.append(position)
             else:

@@ -68,12 +68,6 @@ class Partition:
     def pieces(self) -> list[Range]:
         return self.range.parts(self.splits)
 
-    def compressed(self, splits: tuple[int, ...]) -> Partition:
-        return dataclasses.replace(self, splits=splits, sources=1)
-
-    def decompressed(self) -> Partition:
-        return dataclasses.replace(self, splits=(), sources=0)
-
     def after(self, op: Op, place: Place) -> Partition:
         """The state after a collective."""
         assert op.scope is not None
@@ -87,14 +81,12 @@ class Partition:
                 )
             return dataclasses.replace(self, sources=sources, holder=self.holder and index == 0, outer=outer)
         nodes = self.nodes and op.scope == "intra"
-        if op.routine == "AR" or not self._ends(op):
+        # A second step ends the first one that is open, inside of which nothing else is.
+        ends = len(self.outer) == (2 if op.scope == "inter" else 1)
+        if op.routine == "AR" or not ends:
             return dataclasses.replace(self, sources=self.sources * count, nodes=nodes)
         before, holder = self.outer[-1]
         splits = (count, *self.splits) if op.routine == "AG" and op.compressed else self.splits
         return dataclasses.replace(
             self, range=before, splits=splits, holder=holder, nodes=nodes, outer=self.outer[:-1]
         )
-
-    def _ends(self, op: Op) -> bool:
-        """Whether a collective is a second step: the first one is then open, and inside it nothing else."""
-        return len(self.outer) == (2 if op.scope == "inter" else 1)

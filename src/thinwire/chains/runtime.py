@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..codecs import CodecState
+from ..codecs.driver import Capacity, CodecDriver, ResidualPart
 from ..comm.collectives import Collective, Place, Scope
 from ..messages import HEADER_BYTES, Flag
 from .partition import Partition, Range
@@ -56,6 +58,40 @@ class Stage:
     def takes_part(self) -> bool:
         """Whether this rank takes part: it holds something before or after."""
         return self.before.holder or self.after.holder
+
+
+@dataclass
+class Piece:
+    """The range of one message of a Comp, and the codec state for it."""
+
+    range: Range
+    state: CodecState
+
+
+@dataclass
+class Position:
+    """One Comp of a chain: its messages on this rank, and the bytes that all ranks wanted."""
+
+    range: Range
+    residual: ResidualPart
+    pieces: list[Piece]
+    count: int
+    capacity: Capacity | None
+    talk: CodecDriver | None = None
+    buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    wanted: int = -1
+    entries: int = 0
+
+    def make_room(self) -> Tensor:
+        """Buffers for the messages of this step, uint8 [1, pieces, capacity]."""
+        assert self.capacity is not None
+        size = self.capacity.value
+        if self.buffer.numel() < size * self.count:
+            self.buffer = torch.zeros(size * self.count, dtype=torch.uint8)
+        rows = self.buffer[: size * self.count].view(1, self.count, size)
+        for row, piece in zip(rows[0], self.pieces, strict=True):
+            piece.state.outgoing = row
+        return rows
 
 
 @dataclass

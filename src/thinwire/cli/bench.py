@@ -59,7 +59,7 @@ def kernels(
                 int(elements), density, ranks, repetitions, chosen, lambda: watcher.advance(1), updates
             )
         columns = ["codec", "ranks", "phase", "ms", "x add_", "beyond add_", "faster than topk"]
-        columns += ["bits a place", "x entropy", "x SGD"]
+        columns += ["bits per place", "x entropy", "x SGD"]
         title = f"{int(elements):,} elements, density {density:g}, one core, medians of {repetitions}"
         cells = [
             (

@@ -7,6 +7,7 @@ ranks in `gradient`. It is independent of processes: real jobs, `LocalWorld` and
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ class CodecState:
 
 
 @dataclass(frozen=True)
-class Codec:
+class Codec(abc.ABC):
     """Base of all compressors. `rounds` is the largest number of dependent collectives in one exchange."""
 
     rounds: ClassVar[int] = 1
@@ -140,31 +141,32 @@ class Codec:
         changed = {name: value for name, value in numbers.items() if value != getattr(self, name)}
         return dataclasses.replace(self, **changed) if changed else self
 
-    def adjusted(self, state: CodecState) -> None:
+    def adjusted(self, state: CodecState) -> None:  # noqa: B027
         """Called after `wire.set`: a state may have to adapt faster than it does from step to step."""
 
     def start(self, group: GroupInfo, rank: int, world: int) -> CodecState:
         return CodecState(group, rank, world)
 
+    @abc.abstractmethod
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
         """Exchange one group. gradient, residual: flat float32 [elements]; both are changed in place.
 
         Afterwards `gradient` holds the mean and `residual` what this rank has not sent yet. The residual must stay
         finite for any gradient. Where `keeps_residual` is false, `residual` is empty.
         """
-        raise NotImplementedError
 
-    def undo(self, residual: Tensor, state: CodecState) -> None:
+    def undo(self, residual: Tensor, state: CodecState) -> None:  # noqa: B027
         """Return to the residual what this step's exchange took out, and roll the state back.
 
         Called when the step turns out to be void on all ranks. State that only takes effect in `commit` needs no rollback.
         """
 
-    def commit(self, states: Sequence[CodecState]) -> None:
+    def commit(self, states: Sequence[CodecState]) -> None:  # noqa: B027
         """The step is valid: update adaptive state (thresholds). `states` are those of all groups of this codec."""
 
+    @abc.abstractmethod
     def estimate(self, group: GroupInfo, world: int) -> Estimate:
-        raise NotImplementedError
+        """What an exchange of this group costs."""
 
     def sent(self, entries: int, state: CodecState) -> int:
         """Elements of this rank's gradient that the last exchange sent; `entries` is the count in its message."""
@@ -185,16 +187,16 @@ class GatheredCodec(Codec):
     Messages are added in rank order, so results are equal bit for bit on all ranks.
     """
 
+    @abc.abstractmethod
     def encode(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Message:
         """Accumulate, select and clear; write one message into `state.outgoing`, never more than fits there.
 
         What does not fit stays in the residual. `header.wanted` is the size with enough capacity.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def decode(self, messages: Sequence[Tensor], out: Tensor, scale: float, state: CodecState) -> None:
         """Add all messages times `scale` to `out`, a flat float32 tensor, in the order given."""
-        raise NotImplementedError
 
     def exchange(self, gradient: Tensor, residual: Tensor, state: CodecState) -> Steps:
         message = self.encode(gradient, residual, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -96,6 +97,7 @@ class SparseCodec(GatheredCodec):
         size = group.elements if self.momentum else 0
         return self.State(group, rank, world, velocity=torch.zeros(size), coming=torch.zeros(size))
 
+    @abc.abstractmethod
     def pick(
         self, gradient: Tensor, residual: Tensor, state: SparseState
     ) -> tuple[bool, NDArray[np.int32], NDArray[np.float32]]:
@@ -103,7 +105,6 @@ class SparseCodec(GatheredCodec):
 
         Returns (finite, ascending indices, values); nothing is taken if the sum is not finite.
         """
-        raise NotImplementedError
 
     def target(self, group: GroupInfo) -> int:
         """Elements of the group to send per step."""

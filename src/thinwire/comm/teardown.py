@@ -38,8 +38,8 @@ def give_up_with_all(groups: list[dist.ProcessGroup], *holders: dict[Any, Any]) 
     Otherwise their threads and connections would last as long as whoever holds them: a wire that is still referenced,
     or one that waits for the garbage collector.
 
-    Torch tells nobody when groups are destroyed. Its map from tags to groups is the last reference that it drops, so an
-    entry there, under a tag that nobody looks up, goes at the right moment: with an earlier one groups would end in the
+    Torch has no callback for the destruction of groups. Its map from tags to groups is the last reference that it drops, so an
+    entry there, under a tag that is never looked up, goes at the right moment: with an earlier one groups would end in the
     thread of the user, who would wait for a peer. Returns that tag, for `not_with_all`.
     """
     tag, entry = f"thinwire {next(_numbers)}", _Entry()

@@ -50,8 +50,6 @@ class DDPWire(Wire):
                 self._trace_hooks.close()
             self._trace_hooks = TraceHooks(module, self.session.recorder)
 
-    trace.__doc__ = Wire.trace.__doc__
-
     @property
     def skipped_last_step(self) -> bool:
         """Whether the last step was void on all ranks, because a gradient was not finite somewhere."""
@@ -67,35 +65,25 @@ class DDPWire(Wire):
         if self.tuner is not None:
             self.tuner.changed_by_hand()
 
-    change.__doc__ = Wire.change.__doc__
-
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         super().load_state_dict(saved)
         if self.tuner is not None:
             self.tuner.resumed()
-
-    load_state_dict.__doc__ = Wire.load_state_dict.__doc__
 
     def load(self, where: files.Where | Sequence[files.Where], *, key: str | None = None) -> None:
         super().load(where, key=key)
         if self.tuner is not None:
             self.tuner.resumed()
 
-    load.__doc__ = Wire.load.__doc__
-
     def log_to(self, target: Any = None, *, every: int = 1, summary: int = 100, residual_every: int = 50) -> None:
         super().log_to(target, every=every, summary=summary, residual_every=residual_every)
         if self.tuner is not None and target is not None:
             self.tuner.decisions.record()
 
-    log_to.__doc__ = Wire.log_to.__doc__
-
     def close(self) -> None:
         if self.tuner is not None:
             self.tuner.close()
         super().close()
-
-    close.__doc__ = Wire.close.__doc__
 
     # -- what "auto" decided -------------------------------------------------------------------------------------------
 

@@ -62,8 +62,8 @@ LAST_SHARE, LAST_MB, GROWTH, LARGEST_MB = 0.3, (2.0, 32.0), 3, 128.0
 def falling_caps(model: nn.Module) -> list[float]:
     """Sizes of buckets, in MB, for a codec that makes little of them: two in most models, the second one smaller.
 
-    Each bucket costs the same beside what its bytes do, so there are few, and none of the 1 MB with which DDP begins by
-    itself. Nothing hides what happens to the last one, so it is the smallest: 0.3 of all, within 2 and 32 MB. The first one
+    Each bucket has a fixed cost in addition to that of its bytes, so there are few, and none of the 1 MB with which DDP
+    begins. Nothing hides what happens to the last one, so it is the smallest: 0.3 of all, within 2 and 32 MB. The first one
     must not come so late that a slow link has little to do before, and none is above 128 MB.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -86,12 +86,8 @@ def bucket_caps(plan: Plan) -> list[float]:
     DDP closes a bucket with the tensor that reaches its cap. It starts the list again for every dtype, so a plan with several
     gets none.
     """
-    sizes = {tensor.name: math.prod(tensor.shape) * _size_of(tensor.dtype) for tensor in plan.tensors}
+    sizes = {tensor.name: math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize for tensor in plan.tensors}
     if len({tensor.dtype for tensor in plan.tensors}) > 1:
         return []
     # A byte less, because DDP rounds what it makes of a fraction of a MB. No tensor is as small as that.
     return [max(1, sum(sizes[name] for name in group.names) - 1) / 2**20 for group in plan.groups]
-
-
-def _size_of(dtype: str) -> int:
-    return int(torch.empty(0, dtype=getattr(torch, dtype)).element_size())

@@ -12,6 +12,7 @@ from . import files, restore, state
 from .consensus import load_alike
 from .layout import Layout
 from .session import Session
+from .state_schema import encode
 from .strategy import Strategy
 
 Form = Literal["exact", "mean"]
@@ -35,7 +36,7 @@ class Checkpointer:
             meta = self._meta(-1)
             if session.executor is not None:
                 return state.mean(session.executor, meta, session.average_)
-            return {f"{meta.owner}.thinwire": meta.to_json(), **state.blank(self._loose_layout(), meta)}
+            return {f"{meta.owner}.thinwire": encode(meta), **state.blank(self._loose_layout(), meta)}
         for rank in session.world.local_ranks:
             meta = self._meta(rank)
             result |= state.exact(session.executor, meta)
@@ -121,7 +122,7 @@ class Checkpointer:
             )  # fmt: skip
         if before.facts() != session.strategy.facts():
             logger.info(
-                "the state is of %s: residuals are kept, and %s begins to learn anew",
+                "the state is of %s: residuals are kept, and %s starts to learn from scratch",
                 before.full,
                 session.strategy.full,
             )

@@ -44,7 +44,7 @@ def steps_until_final(module: DistributedDataParallel) -> int:
     """After how many steps the buckets of DDP stay as they are.
 
     It rebuilds them once, after the first step (the second with static_graph), unless it searches for unused parameters.
-    Counted in steps of ours, because all ranks count the same, joined ones included.
+    Counted in steps of the wire, because all ranks count the same, joined ones included.
     """
     if module._has_rebuilt_buckets or (module.find_unused_parameters and not module.static_graph):
         return 0

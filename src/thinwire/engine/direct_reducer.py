@@ -26,7 +26,7 @@ from .trace import Done
 class DirectReducer(Exchange):
     """Replaces named tensors by their means over ranks. Every rank must `begin` them in the same order, whichever it is.
 
-    The tensor `apart` has connections of its own: it does not wait until those that were begun before it have arrived.
+    The tensor `apart` has its own connections: it does not wait until those that were begun before it have arrived.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ is aborted by gloo instead of raising, and everything that still waits fails wit
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import queue
 import threading
 import weakref
@@ -14,14 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import msgspec
 from torch import Tensor
 
 from ..comm.world import TorchWorld, World
-from ..errors import ExchangeError, WireClosed
+from ..errors import AttachError, ExchangeError, WireClosed
+from .consensus import agree
 from .layout import Layout
 from .lifecycle import Lifecycle
 from .packing import Bucket, Packer
-from .preflight import compare
 from .rank_state import RankState, Safety
 from .recorder import Progress, Recorder, Statistics
 from .scheduler import ReadyGroup, Scheduler, Timing
@@ -121,10 +123,28 @@ class Executor:
             self.work()
 
     def _compare(self) -> None:
-        self._compared = True
+        """Before the first exchange: all ranks must be at the same step, with the same layout.
+
+        Loading a state is local, so no rank has noticed another's. Shared random choices would then differ silently, and
+        messages of different lengths would end the peers.
+        """
+        self._compared, rank_state = True, self.rank_states[0]
         assert isinstance(self.world, TorchWorld)
+        # In a chain, ranks that never meet may have different capacities.
+        drivers = [run.driver for run in rank_state.groups]
+        facts = {
+            "step": rank_state.step,
+            "sizes of messages": [driver.capacity.value if driver and driver.capacity else 0 for driver in drivers],
+            "layout": hashlib.sha256(msgspec.json.encode(self.layout)).hexdigest()[:16],
+        }
         try:
-            compare(self.world, self.layout, self.rank_states[0])
+            agree(self.world.groups[0], facts)
+        except AttachError as error:
+            where = f"before the first exchange at step {rank_state.step}, rank {rank_state.rank}"
+            advice = "load states that were saved after the same step on all ranks"
+            failure = ExchangeError(f"{where}: {error}; {advice}")
+            self.close(failure)
+            raise failure from None
         except BaseException as error:
             self.close(error)
             raise
@@ -169,7 +189,7 @@ class Executor:
         if self._thread is not None:
             self._thread.close()
         if self._recorder is not None:
-            self._recorder.closed(self.step_number, self.error)
+            self._recorder.event(self.step_number, "closed", str(self.error))
 
     @property
     def step_number(self) -> int:

@@ -3,7 +3,7 @@
     FOLDER/rank0-of-2.safetensors, FOLDER/rank1-of-2.safetensors      form "exact"
     FOLDER/mean.safetensors                                           form "mean"
 
-Tensors are tensors, texts are in the metadata, and so is the step. A file is written beside its place and then renamed: a
+Tensors are tensors, texts are in the metadata, and so is the step. A file is written next to its place and then renamed: a
 process that is killed meanwhile leaves the file that was there before. Not so a set of files, of which some may be of
 another step: `read` refuses to mix them. A checkpoint of `torch.distributed.checkpoint` can be read too, whatever
 the number of ranks that wrote it.
@@ -42,17 +42,17 @@ def write(folder: Where, name: str, state: Mapping[str, Any], step: int) -> Path
     """Write one state, whole or not at all."""
     folder = Path(folder)
     if folder.suffix == SUFFIX or folder.is_file():
-        raise StateError(f"{str(folder)!r}: every rank writes a file of its own, so give the name of a folder")
+        raise StateError(f"{str(folder)!r}: every rank writes its own file, so give the name of a folder")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {key: value.contiguous() for key, value in state.items() if isinstance(value, Tensor)}
     texts = {key: value for key, value in state.items() if isinstance(value, str)}
-    # A folder for the draft: safetensors makes files of its own beside what it writes, and a kill would leave them.
+    # A folder for the draft: safetensors creates temporary files next to its output, which a kill would leave behind.
     target, workshop = folder / name, folder / f".{name}.part"
     shutil.rmtree(workshop, ignore_errors=True)
     workshop.mkdir()
     draft = workshop / name
     draft.touch()
-    mode = draft.stat().st_mode  # what the umask gives; safetensors would let nobody else read it
+    mode = draft.stat().st_mode  # what the umask gives; safetensors would make it unreadable for other users
     save_file(tensors, draft, metadata={**texts, "step": str(step)})
     os.chmod(draft, mode)
     with draft.open("rb") as written:

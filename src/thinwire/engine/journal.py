@@ -1,4 +1,4 @@
-"""The journal of a run: JSON lines, one for each step and for what happens beside it. `docs/report.md` says what they mean.
+"""The journal of a run: JSON lines, one per step and one per event. `docs/report.md` says what they mean.
 
     start    once for each process that writes: who, where, which version of the format
     layout   what travels together and how, whenever that changes; with the plan, where there is one
@@ -44,7 +44,7 @@ class Start(_Line, frozen=True):
 
 
 class GroupLine(msgspec.Struct, frozen=True):
-    """One group of the layout. `expected_bytes` is what its codec estimates that a rank hands over in a step."""
+    """One group of the layout. `expected_bytes` is what its codec estimates that a rank hands over per step."""
 
     name: str
     codec: str
@@ -242,7 +242,9 @@ class Reader:
             if line.version != VERSION:
                 raise _other_version(where, line.version)
         elif not self._begun:
-            raise JournalLine(f"{where}: a journal begins with a line of the kind 'start', not {_kind_of(line)!r}")
+            raise JournalLine(
+                f"{where}: a journal begins with a line of the kind 'start', not {type(line).__name__.lower()!r}"
+            )
         return line
 
 
@@ -267,10 +269,6 @@ def files(run: str | Path) -> list[Path]:
     if not run.exists():
         raise JournalEmpty(f"there is no run {str(run)!r}: give a file or folder that `wire.log_to` writes")
     return [run]
-
-
-def _kind_of(line: Line) -> str:
-    return type(line).__name__.lower()
 
 
 def _version_of(text: bytes) -> object:

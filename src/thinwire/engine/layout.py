@@ -74,13 +74,6 @@ class Layout(msgspec.Struct, frozen=True):
 
     groups: tuple[Group, ...]
 
-    def to_json(self) -> str:
-        return msgspec.json.encode(self).decode()
-
-    @staticmethod
-    def from_json(text: str) -> Layout:
-        return msgspec.json.decode(text, type=Layout)
-
     def codecs(self) -> list[Codec]:
         return [parse(group.codec) for group in self.groups]
 
@@ -180,7 +173,7 @@ def build(
     exclude: Exclude = (),
     min_elements: int = 1024,
 ) -> Layout:
-    """One run a bucket, all with the same codec; see `lay_out`."""
+    """One run per bucket, all with the same codec; see `lay_out`."""
     runs = [Run(bucket, codec, chain) for bucket in buckets]
     return lay_out(runs, exclude=exclude, min_elements=min_elements)
 
@@ -188,7 +181,7 @@ def build(
 def lay_out(runs: Sequence[Run], *, exclude: Exclude = (), min_elements: int = 1024) -> Layout:
     """Cut runs into groups.
 
-    A large tensor that is excluded ends a run and travels as a dense group of its own; one dense group a dtype, at the end,
+    A large tensor that is excluded ends a run and travels as a separate dense group; one dense group per dtype, at the end,
     takes the small tensors that cannot ride. In a chain none can: a sum between nodes is not one over all ranks.
     """
     groups: list[Group] = []

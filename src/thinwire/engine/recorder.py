@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -125,7 +124,7 @@ class Recorder:
         self.rank, self.world, self.ranks_per_node = rank, world, ranks_per_node
         self.every, self.residual_every, self.summary_every = 1, 50, 0
         self.active = False
-        """Whether anybody asked for a log, on this rank or another."""
+        """Whether a log was requested, on this rank or another."""
         self.tracing = 0
         """Steps that are still to be traced."""
         self._trace_from = 0.0
@@ -215,7 +214,7 @@ class Recorder:
             self.tracing -= 1
 
     def alone(self, number: int, seconds: float) -> None:
-        """A step of DDP without a hook: nobody knows more than how long it took."""
+        """A step of DDP without a hook: only its duration is known."""
         if self.active and number % self.every == 0:
             self._write(journal.Step(number, round(time.time(), 3), _short(seconds), path="ddp"))
 
@@ -273,15 +272,12 @@ class Recorder:
         norm = next((step.residual_norm for step in reversed(recent) if step.residual_norm is not None), None)
         skipped = sum(step.skipped for step in recent)
         logger.info(
-            "step %d: %s ms a step = %s computing + %s waiting (encode %s, wire %s, decode %s); %.3f MB a step%s%s%s",
+            "step %d: %s ms per step = %s computing + %s waiting (encode %s, wire %s, decode %s); %.3f MB per step%s%s%s",
             line.step, *parts, size / 1e6,
             "" if density is None else f", density {density:.4g}",
             "" if norm is None else f", residual norm {norm:.4g}",
             f", {skipped} skipped" if skipped else "",
         )  # fmt: skip
-
-    def closed(self, step: int, error: BaseException) -> None:
-        self.event(step, "closed", str(error))
 
     def _write(self, line: journal.Line) -> None:
         """To all sinks. One that fails is dropped: a full disk must not end a training job."""
@@ -292,20 +288,6 @@ class Recorder:
                 except Exception as error:
                     self._sinks.remove(sink)
                     logger.warning("a log is given up after %s: %s", type(error).__name__, error)
-
-
-# -- sinks -------------------------------------------------------------------------------------------------------------
-
-
-class JsonLines:
-    """A file that grows by one line at a time, each written at once: nothing is lost with a job that is killed."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
-
-    def __call__(self, line: journal.Line) -> None:
-        self._file.write(journal.encode(line) + b"\n")
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------

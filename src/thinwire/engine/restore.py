@@ -1,8 +1,8 @@
 """Restores a saved state: finds the part that is meant, checks that it fits, and fills an executor with it.
 
 The state of this rank, of as many ranks, for the same codec, gives the same bits. Everything else is a conversion: what has
-not been sent yet is kept, so that the mean over ranks is what it was, and what a codec had learnt begins anew, but for what
-is equal on all ranks (`CodecState.common`).
+not been sent yet is kept, so that the mean over ranks is what it was, and a codec learns from scratch, except for
+what is equal on all ranks (`CodecState.common`).
 
     another number of ranks     every rank takes the mean over the old ones
     a state of form "mean"      every rank takes it
@@ -11,6 +11,7 @@ is equal on all ranks (`CodecState.common`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,18 +108,13 @@ def find(state: State, rank: int, world: int) -> Source:
             return Source(state, [meta])
     if f"{MEAN}.thinwire" in state:
         return Source(state, [_read(state, MEAN)])
-    owners = [key.removesuffix(".thinwire") for key in map(str, state) if _is_rank(key)]
+    owners = [found[1] for key in map(str, state) if (found := re.fullmatch(r"(rank\d+)\.thinwire", key))]
     held = sorted({key.split(".")[0] for key in map(str, state) if key.startswith("rank")})
-    if not owners:
+    old = _read(state, owners[0]).world if owners else world
+    if old == world:
         raise StateError(
             f"this state holds nothing of rank {rank} (it has: {', '.join(held) or 'no rank at all'}): residuals "
             "differ from rank to rank, so every rank must save its own state_dict()"
-        )
-    old = _read(state, owners[0]).world
-    if old == world:
-        raise StateError(
-            f"this state holds nothing of rank {rank} (it has: {', '.join(held)}): residuals differ from rank to rank, so "
-            "every rank must save its own state_dict()"
         )
     for other in range(old):
         if f"rank{other}.thinwire" not in state:
@@ -134,11 +130,6 @@ def find(state: State, rank: int, world: int) -> Source:
                 how = "different layouts" if what == "layout" else f"{what} {ours} and {theirs}"
                 raise StateError(f"rank 0 and rank {meta.rank} of this state do not fit together: they have {how}")
     return Source(state, metas)
-
-
-def _is_rank(key: object) -> bool:
-    owner, _, rest = str(key).partition(".")
-    return rest == "thinwire" and owner.startswith("rank") and owner[4:].isdecimal()
 
 
 def _read(state: State, owner: str) -> Meta:
@@ -186,7 +177,7 @@ def kept_settings(meta: Meta, strategy: Strategy) -> dict[str, float]:
 
 
 def _check_layout(layout: Layout, tensors: Sequence[TensorInfo], strategy: Strategy) -> None:
-    """A layout that fits this model: every tensor in its place, nothing beside or upon it."""
+    """A layout that fits this model: every tensor in its place, without gaps or overlaps."""
     expected = {tensor.name: tensor for tensor in tensors}
     places: dict[str, list[tuple[str, str]]] = {}
     for group in layout.groups:
@@ -278,7 +269,7 @@ def converted(executor: Executor, rank: int, source: Source, settings: Mapping[s
         if index is None or run.driver is None:
             continue
         own = run.driver.state
-        common = [field for field in own.common if _has(meta, index, field)]
+        common = [field for field in own.common if field in {*meta.numbers[index], *meta.arrays[index]}]
         _remember(run, own, common, "", meta.numbers[index], meta.arrays[index])
         for field in elementwise(own):
             flat = torch.as_tensor(getattr(own, field))
@@ -290,10 +281,6 @@ def converted(executor: Executor, rank: int, source: Source, settings: Mapping[s
         run.driver.now.adjusted(own)
     rank_state.fold(left)
     _go_on(executor, rank_state, meta, settings)
-
-
-def _has(meta: Meta, index: int, field: str) -> bool:
-    return field in meta.numbers[index] or field in meta.arrays[index]
 
 
 def _go_on(executor: Executor, rank_state: RankState, meta: Meta, settings: Mapping[str, float]) -> None:

@@ -1,7 +1,7 @@
 """Scheduler of one step: takes each group through its rounds, and encodes one while another is on the wire.
 
 On every round collectives are issued in layout order, whatever finishes first; that is all the order that ranks need to
-agree on, because each round has a process group of its own.
+agree on, because each round has its own process group.
 """
 
 from __future__ import annotations

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from . import journal
-from .recorder import JsonLines, Sink
+from .recorder import Sink
+
+
+class JsonLines:
+    """A file that grows by one line at a time, each written at once: nothing is lost with a job that is killed."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+
+    def __call__(self, line: journal.Line) -> None:
+        self._file.write(journal.encode(line) + b"\n")
 
 
 def to_board(writer: Any) -> Sink:
@@ -28,15 +38,6 @@ def to_board(writer: Any) -> Sink:
     return write
 
 
-def to_callable(function: Callable[[dict[str, Any]], object]) -> Sink:
-    """Each line as a dict, as it would stand in the file."""
-
-    def write(line: journal.Line) -> None:
-        function(msgspec.to_builtins(line))
-
-    return write
-
-
 def make_sink(target: Any, rank: int) -> Sink | None:
     """What `log_to` was given, as something that takes lines; None where another rank writes."""
     if isinstance(target, str | Path):
@@ -47,7 +48,7 @@ def make_sink(target: Any, rank: int) -> Sink | None:
     if hasattr(target, "add_scalar"):
         return to_board(target) if rank == 0 else None
     if callable(target):
-        return to_callable(target)
+        return lambda line: target(msgspec.to_builtins(line))  # as it would stand in a file
     raise TypeError(
         f"log_to takes a path, an object with add_scalar such as a SummaryWriter, or a function, not {type(target).__name__}"
     )

@@ -85,9 +85,6 @@ class Meta(msgspec.Struct, forbid_unknown_fields=True):
     def progress(self) -> tuple[int, int]:
         return self.dense_steps, self.step
 
-    def to_json(self) -> str:
-        return encode(self)
-
 
 def blank(layout: Layout, meta: Meta) -> dict[str, Any]:
     """The tensors of a job that has not begun to compress, as many as it will have."""
@@ -130,7 +127,7 @@ def exact(executor: Executor | None, meta: Meta) -> dict[str, Any]:
                 assert run.inherited is not None
                 flat = run.inherited[parameter.offset : parameter.offset + parameter.elements]
                 put("carry", parameter, slice(0, parameter.elements), flat)
-    state[f"{meta.owner}.thinwire"] = meta.to_json()
+    state[f"{meta.owner}.thinwire"] = encode(meta)
     return state
 
 
@@ -163,7 +160,7 @@ def mean(executor: Executor, meta: Meta, average: Callable[[Sequence[Tensor]], N
             flat = [torch.as_tensor(getattr(codec_state, field)) for codec_state in everyone]
             for p in run.info.parameters:
                 put(f"{field}.{p.name}", [own[p.offset : p.offset + p.elements].view(p.shape) for own in flat])
-    state[f"{MEAN}.thinwire"] = meta.to_json()
+    state[f"{MEAN}.thinwire"] = encode(meta)
     return state
 
 

@@ -13,7 +13,7 @@ from .scheduler import WORK, Timing
 
 @dataclass(slots=True)
 class Done:
-    """A finished exchange, in seconds of `perf_counter`. `work` is what the exchange thread did beside codecs."""
+    """A finished exchange, in seconds of `perf_counter`. `work` is what the exchange thread did apart from codecs."""
 
     timings: list[Timing]
     arrivals: list[tuple[float, Sequence[str], tuple[int, ...]]]

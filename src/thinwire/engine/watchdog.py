@@ -37,6 +37,10 @@ class Watchdog:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = dict(sizes)
         self._stride = max(1, -(-sum(sizes.values()) // SAMPLE))
+        self.forget()
+
+    def forget(self) -> None:
+        """Another codec: nothing that was seen before counts."""
         self._came: dict[Names, Tensor] = {}
         self._went: dict[Names, Tensor] = {}
         self._before: dict[Names, Tensor] = {}
@@ -47,12 +51,6 @@ class Watchdog:
         """A window begins; `unsent` is what this rank has not sent yet, by name."""
         self._before = {names: self._sampled(names, unsent) for names in self._came}
         self._came, self._went = {}, {}
-
-    def forget(self) -> None:
-        """Another codec: nothing that was seen before counts."""
-        self._came, self._went, self._before = {}, {}, {}
-        self._wrong = self._grown = 0
-        self._residual = 0.0
 
     def came(self, names: Names, buffer: Tensor, scale: float = 1.0) -> None:
         """A bucket holds the gradients of this rank, `scale` times too large."""

@@ -151,7 +151,7 @@ class Wire:
                         An object with `add_scalar` (TensorBoard's SummaryWriter): scalars of rank 0. A function: is given
                         each line as a dict, in the exchange thread. None: only the summary
         every           write every so many steps
-        summary         say on rank 0, in the log, what a step takes, every so many steps; 0: never
+        summary         log the time per step on rank 0, every so many steps; 0: never
         residual_every  compute the norm of the residuals every so many steps, a pass over memory; 0: never
 
         `thinwire top` and `thinwire report` read what is written; `docs/report.md` says what each number means.
@@ -172,7 +172,7 @@ class Wire:
             self.session.record_layout()
 
     def note(self, *, step: int | None = None, **values: float) -> None:
-        """Put numbers of your own into the log, such as `wire.note(loss=loss.item())` after backward."""
+        """Add your own numbers to the log, such as `wire.note(loss=loss.item())` after backward."""
         self.session.recorder.note(self.steps if step is None else step, values)
 
     def trace(self, steps: int = 20) -> None:
@@ -235,12 +235,12 @@ class Wire:
 
         The state of this rank gives the same bits as a job that was never interrupted. If the number of ranks has changed, give
         a list with the states of all old ranks, or one of form "mean": every rank then goes on with the mean of what the old
-        ones had not sent. Another codec or chain keeps the residuals and learns anew. All ranks must load alike.
+        ones had not sent. Another codec or chain keeps the residuals and learns from scratch. All ranks must load alike.
         """
         self._checkpointer.load_state_dict(saved)
 
     def save(self, folder: files.Where, form: Form = "exact") -> None:
-        """Write `state_dict(form)` as safetensors files: one a rank, or one in all, each whole or not at all.
+        """Write `state_dict(form)` as safetensors files: one per rank, or one in all, each whole or not at all.
 
         Every rank calls it. With "exact" it is no collective, and rank 1 of 2 writes `folder/rank1-of-2.safetensors`. With
         "mean" it is one, and rank 0 writes `folder/mean.safetensors`.

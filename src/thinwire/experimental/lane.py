@@ -1,4 +1,4 @@
-"""Where a wire on a GPU works: on one stream of its own, beside that of backward."""
+"""The side stream of a wire on a GPU, which runs while backward uses another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def on(device: torch.device | None) -> contextlib.AbstractContextManager[None]:
 
 
 class Lane:
-    """Where a wire works: on a stream of its own of a GPU; tensors of the CPU at once, right here."""
+    """Where a wire works: on a separate stream of a GPU; on CPU tensors immediately, in the calling thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -6,6 +6,7 @@ of the step, and what depends on values (is all of it finite?) stays a tensor of
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -24,7 +25,7 @@ Upload = Callable[[Sequence[int]], Tensor]
 """Whole numbers of the host as int64 on the device, without waiting for it."""
 
 
-class Run:
+class Run(abc.ABC):
     """Tensors that are compressed together, side by side: elements [start, start + elements) of what travels."""
 
     rides = False
@@ -33,15 +34,15 @@ class Run:
     def __init__(self, group: Group, start: int, codec: Codec, world: int, device: torch.device) -> None:
         self.info, self.start, self.world, self.device = group.info(), start, world, device
 
+    @abc.abstractmethod
     def begin(
         self, gradient: Tensor, step: int, scale: Tensor | None, upload: Upload, riders: Tensor | None
     ) -> Collective:
         """What should travel of `gradient`, flat in its own dtype. `scale` divides it while it is accumulated."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def end(self, gradient: Tensor, riders: Tensor | None) -> Tensor | None:
         """Write the mean into `gradient`; whether a rank saw something that is not finite, a bool of no dimension."""
-        raise NotImplementedError
 
 
 class CastRun(Run):
@@ -233,7 +234,7 @@ RUNS: Mapping[type[Codec], type[Run]] = {Cast: CastRun, TopK: TopKRun, RandomBlo
 
 
 def check(codec: Codec) -> None:
-    """Refuse a codec that needs kernels which are there for processors only."""
+    """Refuse a codec whose kernels exist only for CPUs."""
     if type(codec) is not Dense and type(codec) not in RUNS:
         raise AttachError(f"{codec} does not run on CUDA yet; there are: dense, cast, topk, randomblock")
     if isinstance(codec, TopK) and codec.momentum:
@@ -308,8 +309,8 @@ class Parts:
         return parts
 
     def end(self, flat: Tensor, tests: bool) -> Tensor | None:
-        """All of it has arrived: leave the means in `flat`. Whether they are spoilt, if somebody wants to know; then they
-        are NaN, all of them."""
+        """All of it has arrived: leave the means in `flat`. Returns whether they are spoilt, if `tests`; then all of
+        them are NaN."""
         flags = []
         for run in self.runs:
             flag = run.end(self._of(run, flat), self._riders if run is self._carrier else None)

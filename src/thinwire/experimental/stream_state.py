@@ -73,6 +73,6 @@ def read(state: Mapping[str, Any], mine: Meta) -> Meta:
 
 
 def fill(residuals: Mapping[str, Tensor], state: Mapping[str, Any], meta: Meta) -> None:
-    """Copy the residuals of a state that was `read` into these, which nobody uses yet."""
+    """Copy the residuals of a state that was `read` into these, which are not in use yet."""
     for name, residual in residuals.items():
         residual.copy_(tensor_of(state, f"rank{meta.rank}.residual.{name}", residual))

@@ -18,7 +18,7 @@ PATIENCE = 50
 
 @dataclass(frozen=True)
 class Detached:
-    """Gradients at x - strength * e. `"auto"` reads the strength off what is exchanged, at the price of one float a step."""
+    """Gradients at x - strength * e. `"auto"` reads the strength off what is exchanged, at the price of one float per step."""
 
     strength: float | Literal["auto"] = FIRST
 

@@ -159,7 +159,7 @@ def total_visits(options: Options, clusters: int = 1) -> int:
 def run(nodes: int, options: Options, watcher: Watcher) -> Run:
     """All rates and methods on one cluster of `nodes` nodes.
 
-    Every rate has a job of its own, started when the links are shaped: a connection that is older goes on building packets
+    Every rate has a separate job, started when the links are shaped: a connection that is older goes on building packets
     for the rate it was made at, which the shaper must cut up, and that costs a dense method the most CPU time.
     """
     with Cluster(nodes, options.ranks_per_node, "none") as cluster:

@@ -61,7 +61,7 @@ def bound(elements: int, entries: int, values: ValueCoding) -> int:
 
     Integers only: equal on all machines.  For Rice coding: let x be the mean gap, and the parameter p = floor(log2 x).
     A code has 1 + p + quotient bits, the quotients add up to less than x / 2**p an entry, and one quotient in 16 can
-    cost `width - 1 - p` more.  Together at most 2 + log2 x + (width - log2 x) / 8 bits an entry, which grows with x,
+    cost `width - 1 - p` more.  Together at most 2 + log2 x + (width - log2 x) / 8 bits per entry, which grows with x,
     and times the entries with their number.
     """
     entries = min(entries, elements)

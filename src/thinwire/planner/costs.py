@@ -24,11 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..chains.tree import Leaf, Op
-from ..kernels.cpu._jit import kernel
+from ..kernels.cpu._jit import Doubles, Offsets, kernel
 from .network import Network
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 FLOOR_ELEMENTS = 2.0**20
 CPU_BYTES_PER_SECOND = 20e9 / 8
@@ -54,7 +51,7 @@ class GpuCodec:
     summed: bool
     messages: int
 
-    def numbers(self) -> Floats:
+    def numbers(self) -> Doubles:
         pair = self.encode + self.decode
         return np.array(
             [
@@ -109,14 +106,14 @@ def program(leaf: Leaf) -> NDArray[np.int8]:
     return np.array(rows, np.int8)
 
 
-def programs(leaves: list[Leaf]) -> tuple[NDArray[np.int8], Ints]:
+def programs(leaves: list[Leaf]) -> tuple[NDArray[np.int8], Offsets]:
     found = np.zeros((len(leaves), MOST_OPS, 3), np.int8)
     for index, leaf in enumerate(leaves):
         found[index, : len(leaf.ops)] = program(leaf)
     return found, np.array([len(leaf.ops) for leaf in leaves], np.int64)
 
 
-def network_numbers(network: Network) -> Floats:
+def network_numbers(network: Network) -> Doubles:
     return np.array(
         [
             network.nodes,
@@ -137,7 +134,9 @@ def durations(leaf: Leaf, elements: float, codec: GpuCodec | None, network: Netw
     return list(zip(leaf.ops, out.tolist(), strict=False))
 
 
-def vectors(codes: NDArray[np.int8], lengths: Ints, sizes: Floats, codec: GpuCodec | None, network: Network) -> Floats:
+def vectors(
+    codes: NDArray[np.int8], lengths: Offsets, sizes: Doubles, codec: GpuCodec | None, network: Network
+) -> Doubles:
     """[leaves, sizes, 4]: seconds of codec work before the first collective on the GPU, the same on the CPU, of all codec work
     on the GPU, and of everything from the first collective on (collectives and codec work in sequence)."""
     out = np.zeros((len(lengths), len(sizes), 4))

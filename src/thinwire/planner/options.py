@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from ..chains import tree
 from ..chains.tree import Leaf
 from ..errors import PlanError
-from ..kernels.cpu._jit import kernel
-from .costs import Floats, GpuCodec, Ints, programs, vectors
+from ..kernels.cpu._jit import Doubles, Offsets, kernel
+from .costs import GpuCodec, programs, vectors
 from .network import Network
 from .side_stream import CPU, GPU, LEAD, SER
 
@@ -39,9 +39,9 @@ class Option:
 class Table:
     """The Pareto-optimal options of several sizes: rows offsets[i] to offsets[i + 1] belong to size i."""
 
-    offsets: Ints
-    ids: Ints
-    vector: Floats
+    offsets: Offsets
+    ids: Offsets
+    vector: Doubles
 
     def rows(self, size: int) -> range:
         return range(self.offsets[size], self.offsets[size + 1])
@@ -61,7 +61,7 @@ class Menu:
             raise PlanError(f"max_compressions must be at least 0, not {max_compressions}")
         self.network = network
         self.options: list[Option] = []
-        self._parts: list[tuple[GpuCodec | None, NDArray[np.int8], Ints]] = []
+        self._parts: list[tuple[GpuCodec | None, NDArray[np.int8], Offsets]] = []
         self._add(None, _leaves("dense", 1))
         for codec in codecs:
             found = _leaves("summed" if codec.summed else "gathered", 2 if cpu else 1)
@@ -72,7 +72,7 @@ class Menu:
         self.options += [Option(leaf, codec) for leaf in leaves]
         self._parts.append((codec, *_programs(leaves)))
 
-    def vectors(self, sizes: Floats, only: Ints | None = None) -> Floats:
+    def vectors(self, sizes: Doubles, only: Offsets | None = None) -> Doubles:
         """[options, sizes, 4]; with `only`, of these options in ascending order."""
         found, start = [], 0
         for codec, codes, lengths in self._parts:
@@ -84,7 +84,7 @@ class Menu:
             start = stop
         return np.concatenate(found)
 
-    def table(self, sizes: Sequence[float] | Floats, only: Ints | None = None) -> Table:
+    def table(self, sizes: Sequence[float] | Doubles, only: Offsets | None = None) -> Table:
         """The Pareto-optimal options of each size."""
         values = np.asarray(sizes, np.float64)
         found = self.vectors(values, only)
@@ -96,13 +96,13 @@ class Menu:
         owner = np.repeat(np.arange(len(values)), offsets[1:])
         return Table(np.cumsum(offsets), ids[rows], np.ascontiguousarray(found[rows, owner]))
 
-    def candidates(self, low: float, high: float, points: int = 48) -> Ints:
+    def candidates(self, low: float, high: float, points: int = 48) -> Offsets:
         """The options that are Pareto-optimal for some size in a range."""
         grid = np.geomspace(max(low, 1.0), max(high, 2.0), points)
         return np.unique(self.table(grid).ids)
 
     @functools.cached_property
-    def gpu_only(self) -> Ints:
+    def gpu_only(self) -> Offsets:
         """The options that do not use the CPU."""
         return np.flatnonzero([all(op.device != "cpu" for op in option.leaf.ops) for option in self.options])
 
@@ -128,7 +128,7 @@ def _leaves(kind: str, devices: int) -> tuple[Leaf, ...]:
 
 
 @functools.cache
-def _programs(leaves: tuple[Leaf, ...]) -> tuple[NDArray[np.int8], Ints]:
+def _programs(leaves: tuple[Leaf, ...]) -> tuple[NDArray[np.int8], Offsets]:
     return programs(list(leaves))
 
 

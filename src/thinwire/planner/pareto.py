@@ -11,13 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..kernels.cpu._jit import kernel
+from ..kernels.cpu._jit import Doubles, Offsets, kernel
 from .side_stream import CPU, GPU, LEAD, SER
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 STEPS = 10
 """For bounds: F is at least any weighted mean of the ends of backward, stream and CPU; weights are multiples of 1 / STEPS."""
@@ -32,10 +28,10 @@ class Problem:
     """The options of a group that ends before tensor j and has lengths[k] tensors are rows offsets[cell] to offsets[cell + 1]
     of vector, with cell = j * len(lengths) + k."""
 
-    compute: Floats
-    lengths: Ints
-    offsets: Ints
-    vector: Floats
+    compute: Doubles
+    lengths: Offsets
+    offsets: Offsets
+    vector: Doubles
 
 
 @dataclass(slots=True)
@@ -67,13 +63,13 @@ def solve(problem: Problem, limit: int = 0, beams: Sequence[int] = (16,)) -> Sol
     return best
 
 
-def _weights(cpu: bool) -> Floats:
+def _weights(cpu: bool) -> Doubles:
     """[means, 2]: weights of stream and CPU; the rest is backward's. The most even ones come first, they prune most."""
     found = [(c / STEPS, p / STEPS) for c in range(STEPS + 1) for p in range(STEPS + 1 - c if cpu else 1)]
     return np.array(sorted(found, key=lambda pair: max(*pair, 1 - sum(pair))))
 
 
-def _trace(problem: Problem, states: Floats, first: Ints, cut: bool) -> Solution | None:
+def _trace(problem: Problem, states: Doubles, first: Offsets, cut: bool) -> Solution | None:
     count = len(problem.compute)
     last = states[first[count] : first[count + 1]]
     if not len(last):
@@ -88,7 +84,7 @@ def _trace(problem: Problem, states: Floats, first: Ints, cut: bool) -> Solution
     return Solution(seconds, groups[::-1], cut)
 
 
-def lengths_up_to(count: int, dense: int = 16, growth: float = 1.2) -> Ints:
+def lengths_up_to(count: int, dense: int = 16, growth: float = 1.2) -> Offsets:
     """Allowed group sizes: every number up to `dense`, then growing steps up to all tensors."""
     found = list(range(1, min(count, dense) + 1))
     while found[-1] < count:
@@ -96,7 +92,7 @@ def lengths_up_to(count: int, dense: int = 16, growth: float = 1.2) -> Ints:
     return np.array(found, np.int64)
 
 
-def singles(compute: Floats, offsets: Ints, vector: Floats) -> Problem:
+def singles(compute: Doubles, offsets: Offsets, vector: Doubles) -> Problem:
     """Single tensors: rows offsets[i] to offsets[i + 1] are the options of tensor i."""
     return Problem(compute, np.ones(1, np.int64), np.concatenate([[0], offsets]), vector)
 

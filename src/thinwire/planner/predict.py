@@ -17,15 +17,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import PlanError
-from ..kernels.cpu._jit import kernel
+from ..kernels.cpu._jit import Doubles, Offsets, kernel
 from .plan import Operation
 from .profile import CodecCost, Profile
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class Grouped(Protocol):
@@ -91,10 +87,10 @@ def cost_of(profile: Profile, codec: str, chain: str = "") -> CodecCost:
 class Pieces:
     """Per group: number of rounds, seconds of each piece of work, wire seconds and latency of each collective."""
 
-    rounds: Ints
-    work: Floats
-    wire: Floats
-    latency: Floats
+    rounds: Offsets
+    work: Doubles
+    wire: Doubles
+    latency: Doubles
 
 
 class Job:
@@ -107,7 +103,7 @@ class Job:
         self.rounds = np.array([0 if alone else len(cost.rounds) for cost in self.options], np.int64)
         self._most = int(self.rounds.max(initial=0))
 
-    def pieces(self, options: Sequence[int], elements: Floats) -> Pieces:
+    def pieces(self, options: Sequence[int], elements: Doubles) -> Pieces:
         """The costs of groups; group i has elements[i] and uses options[i]."""
         work = np.zeros((len(options), self._most + 1))
         wire, latency = np.zeros((2, len(options), self._most))
@@ -122,7 +118,7 @@ class Job:
                 work[index, 0] += cost.decode(count)
         return Pieces(self.rounds[list(options)], work, wire, latency)
 
-    def run(self, ready: Floats, pieces: Pieces) -> tuple[Floats, Floats, float]:
+    def run(self, ready: Doubles, pieces: Pieces) -> tuple[Doubles, Doubles, float]:
         """Start and end of each piece (work, wire, work, ... per group), and the end of backward."""
         shape = (len(ready), 2 * self._most + 1)
         starts, ends = np.zeros(shape), np.zeros(shape)
@@ -141,7 +137,7 @@ class Job:
         )
         return starts, ends, finished
 
-    def seconds(self, ready: Floats, pieces: Pieces) -> float:
+    def seconds(self, ready: Doubles, pieces: Pieces) -> float:
         """The whole step."""
         _, ends, finished = self.run(ready, pieces)
         return self.profile.forward + max(float(finished), float(ends.max(initial=0.0))) + self.profile.optimizer

@@ -18,16 +18,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..kernels.cpu._jit import kernel
-
-Floats = NDArray[np.float64]
+from ..kernels.cpu._jit import Doubles, kernel
 
 LEAD, CPU, GPU, SER = range(4)
 
 
-def schedule(compute: Floats, vector: Floats) -> Floats:
+def schedule(compute: Doubles, vector: Doubles) -> Doubles:
     """compute [n], vector [n, 4] -> [n, 3]: per tensor, seconds when it is ready, its chain begins, its chain ends."""
     out = np.zeros((len(compute), 3))
     _schedule(compute, vector, out)
@@ -35,7 +32,7 @@ def schedule(compute: Floats, vector: Floats) -> Floats:
 
 
 @kernel
-def _advance(g: float, c: float, p: float, compute: float, vector: Floats, i: int) -> Any:
+def _advance(g: float, c: float, p: float, compute: float, vector: Doubles, i: int) -> Any:
     """One tensor of the recurrence: r, begin of its chain, and the new g, c and p."""
     r = g + compute
     x = r + vector[i, LEAD]
@@ -47,7 +44,7 @@ def _advance(g: float, c: float, p: float, compute: float, vector: Floats, i: in
 
 
 @kernel
-def finish_time(compute: Floats, vector: Floats) -> Any:
+def finish_time(compute: Doubles, vector: Doubles) -> Any:
     """F: seconds from the start of backward to the end of the last chain."""
     g = c = p = 0.0
     for i in range(compute.shape[0]):
@@ -56,7 +53,7 @@ def finish_time(compute: Floats, vector: Floats) -> Any:
 
 
 @kernel
-def _schedule(compute: Floats, vector: Floats, out: Floats) -> None:
+def _schedule(compute: Doubles, vector: Doubles, out: Doubles) -> None:
     g = c = p = 0.0
     for i in range(compute.shape[0]):
         out[i, 0], out[i, 1], g, c, p = _advance(g, c, p, compute[i], vector, i)
@@ -64,7 +61,7 @@ def _schedule(compute: Floats, vector: Floats, out: Floats) -> None:
 
 
 @kernel
-def last_bubble(compute: Floats, vector: Floats) -> Any:
+def last_bubble(compute: Doubles, vector: Doubles) -> Any:
     """The last tensor that was not ready when all earlier chains had ended: changes to earlier tensors cannot delay it.
 
     A link that waits for codec work inside a chain, or for the lead of a tensor that is ready, is not a bubble.
@@ -80,7 +77,7 @@ def last_bubble(compute: Floats, vector: Floats) -> Any:
 
 
 @kernel
-def improve(compute: Floats, vector: Floats, picks: Any, order: Any, offsets: Any, rows: Floats) -> None:
+def improve(compute: Doubles, vector: Doubles, picks: Any, order: Any, offsets: Any, rows: Doubles) -> None:
     """Espresso's Algorithm 1: for each tensor in `order`, the row that reduces F most, if any. Modifies vector and picks.
 
     rows[offsets[i] : offsets[i + 1]] are the options of tensor i. Uncompressed tensors before a bubble are not tried again.
@@ -112,7 +109,9 @@ def improve(compute: Floats, vector: Floats, picks: Any, order: Any, offsets: An
 
 
 @kernel
-def offload(compute: Floats, vector: Floats, moved: Floats, members: Any, edges: Any, most: int, counts: Any) -> Any:
+def offload(
+    compute: Doubles, vector: Doubles, moved: Doubles, members: Any, edges: Any, most: int, counts: Any
+) -> Any:
     """Espresso's Algorithm 2: how many tensors of each group, the earliest first, are compressed on the CPU. Fills counts.
 
     members[edges[k] : edges[k + 1]] are the tensors of group k; moved [n, 4] are their costs with the codec on the CPU.
@@ -159,7 +158,7 @@ def offload(compute: Floats, vector: Floats, moved: Floats, members: Any, edges:
 
 
 @kernel
-def _move(vector: Floats, moved: Floats, members: Any, start: int, stop: int, count: int, trial: Floats) -> None:
+def _move(vector: Doubles, moved: Doubles, members: Any, start: int, stop: int, count: int, trial: Doubles) -> None:
     """Set the first `count` members of a group to their costs on the CPU, the others to their costs on the GPU."""
     for at in range(start, stop):
         tensor = members[at]
@@ -167,7 +166,7 @@ def _move(vector: Floats, moved: Floats, members: Any, start: int, stop: int, co
 
 
 @kernel
-def _copy(source: Floats, row: int, target: Floats, at: int) -> None:
+def _copy(source: Doubles, row: int, target: Doubles, at: int) -> None:
     """Copy a row. (Array assignment of rows costs seconds of compile time.)"""
     for column in range(4):
         target[at, column] = source[row, column]

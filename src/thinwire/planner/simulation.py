@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import PlanError
+from ..kernels.cpu._jit import Doubles, Offsets
 from ..suggest import suggest
 from . import SEARCHES, pareto, side_stream, timeline
-from .costs import Floats, GpuCodec, Ints, durations
+from .costs import GpuCodec, durations
 from .network import Network
 from .options import Menu, Option, Table
 from .plan import Operation
@@ -94,7 +95,7 @@ class Simulation:
 
     # -- the searches --------------------------------------------------------------------------------------------------
 
-    def _table(self, only: Ints | None = None) -> Table:
+    def _table(self, only: Offsets | None = None) -> Table:
         """The Pareto-optimal options of each tensor."""
         sizes, owner = np.unique(self.elements, return_inverse=True)
         return _gather(self.menu.table(sizes, only), owner)
@@ -121,7 +122,7 @@ class Simulation:
             self._offload(compute, vector, chosen)
         return [(i, i + 1, option) for i, option in enumerate(chosen)]
 
-    def _offload(self, compute: Floats, vector: Floats, chosen: list[int]) -> None:
+    def _offload(self, compute: Doubles, vector: Doubles, chosen: list[int]) -> None:
         """Algorithm 2, for the compressed tensors."""
         alike: dict[tuple[float, int], list[int]] = {}
         for i, option in enumerate(chosen):
@@ -171,7 +172,7 @@ class Simulation:
         groups = [(int(edges[start]), int(edges[stop]), int(table.ids[row])) for start, stop, row in found.groups]
         return self._spared(self._better(groups, exact)), False
 
-    def _edges(self) -> Ints:
+    def _edges(self) -> Offsets:
         """Possible ends of groups: not before a tensor that adds almost nothing to the group's size and ready time."""
         small = (self.elements < SMALL * self.elements.sum()) & (self.compute < SMALL * self.compute.sum())
         return np.concatenate([[0], 1 + np.flatnonzero(~small[1:]), [len(small)]])
@@ -199,7 +200,7 @@ class Simulation:
 
     # -- what a plan does ----------------------------------------------------------------------------------------------
 
-    def _lay_out(self, groups: Sequence[tuple[int, int, int]]) -> tuple[Floats, Floats]:
+    def _lay_out(self, groups: Sequence[tuple[int, int, int]]) -> tuple[Doubles, Doubles]:
         """Compute time and costs of each group."""
         starts = [start for start, _, _ in groups]
         compute, sizes = np.add.reduceat(self.compute, starts), np.add.reduceat(self.elements, starts)
@@ -245,7 +246,7 @@ class Simulation:
         return self.forward + timeline.run(compute.tolist(), chains, in_order=True).seconds
 
 
-def _gather(table: Table, owner: Ints) -> Table:
+def _gather(table: Table, owner: Offsets) -> Table:
     """Expand a table of distinct sizes to one entry per owner."""
     counts = np.diff(table.offsets)[owner]
     offsets = np.concatenate([[0], np.cumsum(counts)])

@@ -55,7 +55,7 @@ class Samples:
 
 
 class Trial:
-    """One group with one codec and chain on this rank, exchanged as the engine does it, with residuals of its own."""
+    """One group with one codec and chain on this rank, exchanged as the engine does it, with separate residuals."""
 
     def __init__(self, codec: Codec, chain: str, info: GroupInfo, place: Place) -> None:
         self.codec, self.info = codec, info

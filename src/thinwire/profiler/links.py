@@ -146,7 +146,7 @@ def _part(collective: profile.Collective, scope: Scope, size: int, ranks: int, w
 
 @dataclass(frozen=True)
 class Beside:
-    """Collectives beside computation.
+    """The effect of collectives and computation on each other.
 
     share    of the time of a collective that is taken from the computation
     latency  seconds that a small collective takes longer
@@ -160,7 +160,7 @@ class Beside:
 
 
 def beside(world: TorchWorld, samples: Samples, *, budget: float, repetitions: int = 5) -> Beside:
-    """All-gathers beside matrix products on the same core, or not on the same: one small, one that takes a while.
+    """All-gathers during matrix products, on the same core or on another: one small, one that takes a while.
 
     samples: what all-gathers take alone.
     """

@@ -15,7 +15,7 @@ _SIDE = 192
 
 @dataclass(frozen=True)
 class Disturbance:
-    """How long something took beside the work, and what it did to it.
+    """How long something took while the load ran, and how it affected the load.
 
     taken  seconds that the work lost
     clock  what the working thread's own clock showed for a second of undisturbed work

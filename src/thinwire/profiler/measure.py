@@ -69,7 +69,7 @@ def measure(
     """Measure links and codecs for about `budget` seconds, and write down what all ranks found.
 
     tensors are in any order, their `ready` is taken from `compute`; gradients are this rank's own, of several steps; buckets,
-    in bytes, are what was exchanged beside the watched steps.
+    in bytes, are what was exchanged during the watched steps.
     """
     begun = time.perf_counter()
     order = {name: place for place, name in enumerate(compute.ready)}

@@ -81,7 +81,7 @@ class Watch:
     """Hooks on a module that is trained data-parallel; `named` are the parameters that are exchanged.
 
     Passes without an exchange (`no_sync`) do not count. From the steps in `keep` copies of this rank's own gradients are kept,
-    before anybody averages them. The clocks are of the wall and of the thread that runs backward, in seconds.
+    before they are averaged. The clocks are of the wall and of the thread that runs backward, in seconds.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ ENDS = (0.35, 0.6, 0.76, 0.84)
 """Where buckets end, as shares of all that is sent. Few, since each all-reduce costs a core up to a millisecond; the last one
 is what the pass over memory hides on a link of 100 Mbit/s, the one before it has been sent when backward ends."""
 SMALLEST = 4096
-"""Elements that are worth an all-reduce of their own."""
+"""Elements that are worth a separate all-reduce."""
 
 
 @dataclass

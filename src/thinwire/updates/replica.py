@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..comm.world import LocalWorld
-from ..engine.ddp_module import attached
+from ..engine.ddp_module import attached, plain
 from ..engine.layout import TensorInfo, describe, kinds_of
 from ..errors import AttachError
 
@@ -73,10 +73,10 @@ class Replica:
                 _check_parameter(name, parameter)
                 # Contiguous in the order of the shape, whatever the memory format of the parameter is.
                 shared = torch.empty(parameter.shape).copy_(parameter.detach())
-                info = describe(plain_name(name), shared, kinds.get(name))
+                info = describe(plain(name), shared, kinds.get(name))
                 point = parameter if parameter.dtype == torch.float32 else nn.Parameter(shared.clone())
                 self.slots.append(ParameterSlot(info, parameter, point, shared))
-        self.buffers = {plain_name(name): b for name, b in inner.named_buffers() if b.is_floating_point()}
+        self.buffers = {plain(name): b for name, b in inner.named_buffers() if b.is_floating_point()}
 
     def prepare(self) -> None:
         """Start from the current parameters, equal on all ranks by now. DDP sends nothing from here on."""
@@ -155,10 +155,6 @@ def plain_module(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile` and DDP."""
     inner = getattr(model, "_orig_mod", model)
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
-
-
-def plain_name(name: str) -> str:
-    return name.replace("_orig_mod.", "")
 
 
 def silence(model: nn.Module) -> None:

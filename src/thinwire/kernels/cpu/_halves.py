@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from thinwire.kernels.cpu._jit import kernel
+from thinwire.kernels.cpu._bytes import load2, load4
+from thinwire.kernels.cpu._jit import Bytes, kernel
 
 FP32, FP16, BF16 = 1, 2, 3  # as in the header of a message
 
@@ -44,3 +45,9 @@ def widen(bits: np.uint64, coding: int) -> np.float32:
         small = np.uint32(size + 0x38800000).view(np.float32) - np.uint32(0x38800000).view(np.float32)
         return np.uint32(sign | np.int64(np.float32(small).view(np.uint32))).view(np.float32)
     return np.uint32(sign | (size + 0x38000000)).view(np.float32)
+
+
+@kernel
+def read_value(data: Bytes, at: np.uint64, coding: int) -> np.float32:
+    """The value whose bytes begin at `at`."""
+    return widen(load4(data, at) if coding == FP32 else load2(data, at), coding)

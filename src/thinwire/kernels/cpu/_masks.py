@@ -13,32 +13,28 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from thinwire.kernels.cpu._llvm import I32, I64, pointer, splat
+
 BLOCK = 64
-_I32 = ir.IntType(32)
-_I64 = ir.IntType(64)
-_VECTOR = ir.VectorType(_I32, BLOCK)
+_VECTOR = ir.VectorType(I32, BLOCK)
 
 
 def _magnitudes_from(_context: Any, bits: Any, _start: Any, _threshold: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), _VECTOR.as_pointer())
-        block = builder.load(place)
+        block = builder.load(pointer(context, builder, signature.args[0], arguments[0], arguments[1], _VECTOR))
         block.align = 4  # float32 is all that is known; LLVM would otherwise assume that of the whole vector
         block = builder.and_(block, ir.Constant(_VECTOR, [0x7FFFFFFF] * BLOCK))
-        undefined = ir.Constant(_VECTOR, ir.Undefined)
-        threshold = builder.insert_element(undefined, arguments[2], _I32(0))
-        threshold = builder.shuffle_vector(threshold, undefined, ir.Constant(_VECTOR, [0] * BLOCK))
-        return builder.bitcast(builder.icmp_signed(">=", block, threshold), _I64)
+        threshold = splat(builder, arguments[2], _VECTOR)
+        return builder.bitcast(builder.icmp_signed(">=", block, threshold), I64)
 
     return types.uint64(bits, types.intp, types.int32), generate
 
 
 def _count_trailing_zeros(_context: Any, _word: Any) -> Any:
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(_I64, [_I64, ir.IntType(1)])
+        kind = ir.FunctionType(I64, [I64, ir.IntType(1)])
         return builder.call(
-            builder.module.declare_intrinsic("llvm.cttz", [_I64], kind), [arguments[0], ir.IntType(1)(0)]
+            builder.module.declare_intrinsic("llvm.cttz", [I64], kind), [arguments[0], ir.IntType(1)(0)]
         )
 
     return types.int64(types.uint64), generate
@@ -46,7 +42,7 @@ def _count_trailing_zeros(_context: Any, _word: Any) -> Any:
 
 def _count_ones(_context: Any, _word: Any) -> Any:
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.call(builder.module.declare_intrinsic("llvm.ctpop", [_I64]), [arguments[0]])
+        return builder.call(builder.module.declare_intrinsic("llvm.ctpop", [I64]), [arguments[0]])
 
     return types.int64(types.uint64), generate
 

@@ -13,22 +13,19 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from thinwire.kernels.cpu._llvm import I64, floats, not_finite, pointer, splat, store_past_cache
+
 Momentum = Literal["none", "plain", "nesterov"]
 
 WIDTH = 16
 ALIGNMENT = 4 * WIDTH
-_I32 = ir.IntType(32)
-_FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
-_INTEGERS = ir.VectorType(_I32, WIDTH)
-_EXPONENT = 0x7F800000  # all ones exactly for NaN and infinity
+_FLOATS = floats(WIDTH)
 
 
 def _store_zeros(_context: Any, array: Any, _start: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        place = builder.bitcast(builder.gep(data, [arguments[1]]), _FLOATS.as_pointer())
-        store = builder.store(ir.Constant(_FLOATS, [0.0] * WIDTH), place, align=ALIGNMENT)
-        store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+        place = pointer(context, builder, signature.args[0], arguments[0], arguments[1], _FLOATS)
+        store_past_cache(builder, ir.Constant(_FLOATS, [0.0] * WIDTH), place, ALIGNMENT)
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
@@ -40,35 +37,20 @@ def _advance(kind: Momentum) -> Callable[..., int]:
         _lr: Any, _mu: Any, _scale: Any, _strength: Any,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            start = arguments[5]
-
-            def place(index: int) -> Any:
-                data = context.make_array(signature.args[index])(context, builder, arguments[index]).data
-                return builder.bitcast(builder.gep(data, [start]), _FLOATS.as_pointer())
-
-            def everywhere(number: Any) -> Any:
-                undefined = ir.Constant(_FLOATS, ir.Undefined)
-                single = builder.insert_element(undefined, number, _I32(0))
-                return builder.shuffle_vector(single, undefined, ir.Constant(_INTEGERS, [0] * WIDTH))
-
-            def load(index: int) -> Any:
-                return builder.load(place(index), align=4)
-
-            lr, mu, scale, strength = (everywhere(number) for number in arguments[6:])
-            step = builder.fmul(load(3), scale)
+            places = [
+                pointer(context, builder, signature.args[i], arguments[i], arguments[5], _FLOATS) for i in range(5)
+            ]
+            lr, mu, scale, strength = (splat(builder, number, _FLOATS) for number in arguments[6:])
+            step = builder.fmul(builder.load(places[3], align=4), scale)
             if kind != "none":
-                moved = builder.fadd(builder.fmul(mu, load(2)), step)
-                builder.store(moved, place(2), align=4)
+                moved = builder.fadd(builder.fmul(mu, builder.load(places[2], align=4)), step)
+                builder.store(moved, places[2], align=4)
                 step = builder.fadd(step, builder.fmul(mu, moved)) if kind == "nesterov" else moved
-            total = builder.fadd(load(1), builder.fmul(lr, step))
-            builder.store(total, place(1), align=4)
-            away = builder.fsub(load(0), builder.fmul(strength, total))
-            store = builder.store(away, place(4), align=ALIGNMENT)
-            store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
-            exponents = ir.Constant(_INTEGERS, [_EXPONENT] * WIDTH)
-            bits = builder.and_(builder.bitcast(total, _INTEGERS), exponents)
-            bad = builder.bitcast(builder.icmp_signed("==", bits, exponents), ir.IntType(WIDTH))
-            return builder.zext(bad, ir.IntType(64))
+            total = builder.fadd(builder.load(places[1], align=4), builder.fmul(lr, step))
+            builder.store(total, places[1], align=4)
+            away = builder.fsub(builder.load(places[0], align=4), builder.fmul(strength, total))
+            store_past_cache(builder, away, places[4], ALIGNMENT)
+            return builder.zext(not_finite(builder, total, WIDTH), I64)
 
         number = types.float32
         arrays = (shared, error, momentum, gradient, point)

@@ -20,69 +20,20 @@ Selection does not depend on the scale, and nothing leaves the residual before `
 Equal to `reference.adacomp` bit for bit.
 """
 
-from collections.abc import Callable
-from typing import Any, cast
-
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from thinwire.kernels.cpu._jit import kernel
+from thinwire.kernels.cpu._jit import Floats, Indices, kernel
 from thinwire.kernels.cpu._masks import ONE, lowest_bit
+from thinwire.kernels.cpu._tiles import LANES, add_and_test
 
-Floats = NDArray[np.float32]
 Words = NDArray[np.uint8] | NDArray[np.uint16]
 
 STREAM_ENDS, INDEX_TOO_LARGE, RUN_TOO_LONG, WORDS_LEFT, BINS_WRONG, SCALES_WRONG = -1, -2, -3, -4, -5, -6
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
-_LANES = 8
 _BATCH = 256
-
-
-def _add_and_test(_: Any, residual: Any, gradient: Any, start: Any, extra: Any, top: Any, ahead: Any) -> Any:
-    """On 8 elements from `start`: `residual += gradient`; the result has bit i set where element i is to be sent.
-
-    Vectors by hand, because LLVM does not find the move-mask of a comparison in a scalar loop.  The prefetch of the
-    next block, `ahead` elements on, keeps the memory busy while this one is worked on: 5 to 12 % of the encode time.
-    """
-    signature = types.uint64(residual, gradient, types.intp, types.float32, types.float32, types.intp)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = [context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in (0, 1)]
-        start, extra, top, ahead = arguments[2:]
-        integer, byte_pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        floats, integers = ir.VectorType(ir.FloatType(), _LANES), ir.VectorType(integer, _LANES)
-        undefined = ir.Constant(floats, ir.Undefined)
-
-        def splat(scalar: Any) -> Any:
-            first = builder.insert_element(undefined, scalar, ir.Constant(integer, 0))
-            return builder.shuffle_vector(first, undefined, ir.Constant(integers, [0] * _LANES))
-
-        there, fresh = (builder.bitcast(builder.gep(base, [start]), floats.as_pointer()) for base in data)
-        step = builder.load(fresh, align=4)
-        total = builder.fadd(builder.load(there, align=4), step)
-        builder.store(total, there, align=4)
-        tested = builder.fadd(total, builder.fmul(step, splat(extra)))
-        magnitude = builder.and_(builder.bitcast(tested, integers), ir.Constant(integers, [int(_MAGNITUDE)] * _LANES))
-        large = builder.fcmp_ordered(">=", builder.bitcast(magnitude, floats), splat(top))
-        signed = builder.fcmp_unordered("!=", total, ir.Constant(floats, [0.0] * _LANES))
-        prefetch_type = ir.FunctionType(ir.VoidType(), [byte_pointer, integer, integer, integer])
-        prefetch = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
-            builder.module, prefetch_type, "llvm.prefetch.p0"
-        )
-        for base in data:
-            line = builder.bitcast(builder.gep(base, [builder.add(start, ahead)]), byte_pointer)
-            builder.call(prefetch, [line, *(ir.Constant(integer, flag) for flag in (0, 3, 1))])  # read, keep, data
-        return builder.zext(builder.bitcast(builder.and_(large, signed), ir.IntType(_LANES)), ir.IntType(64))
-
-    return signature, generate
-
-
-add_and_test: Callable[..., np.uint64] = cast(Any, intrinsic(_add_and_test))
 
 
 @kernel
@@ -99,7 +50,7 @@ def tile_bins(bin_length: int) -> int:
 
 
 @kernel
-def _largest(residual: Floats, gradient: Floats, tops: NDArray[np.int32]) -> np.int32:
+def _largest(residual: Floats, gradient: Floats, tops: Indices) -> np.int32:
     """Bits of the largest |residual + gradient| of each bin, (bins, length), and of all; NaN is largest."""
     largest = np.int32(0)
     for b in range(residual.shape[0]):
@@ -113,12 +64,7 @@ def _largest(residual: Floats, gradient: Floats, tops: NDArray[np.int32]) -> np.
 
 @kernel
 def _accumulate(
-    residual: Floats,
-    gradient: Floats,
-    extra: np.float32,
-    tops: NDArray[np.int32],
-    masks: NDArray[np.uint64],
-    ahead: int,
+    residual: Floats, gradient: Floats, extra: np.float32, tops: Indices, masks: NDArray[np.uint64], ahead: int
 ) -> None:
     """`residual += gradient`, both (bins, length), and a bit for every element to be sent, 64 to a mask."""
     k = 0
@@ -127,9 +73,9 @@ def _accumulate(
         top = np.int32(tops[b]).view(np.float32)
         for base in range(0, length, 64):
             stop = min(base + 64, length)
-            whole = base + (stop - base) // _LANES * _LANES
+            whole = base + (stop - base) // LANES * LANES
             mask = np.uint64(0)
-            for i in range(base, whole, _LANES):
+            for i in range(base, whole, LANES):
                 mask |= add_and_test(residual, gradient, b * length + i, extra, top, ahead) << np.uint64(i - base)
             for i in range(whole, stop):
                 total = residual[b, i] + gradient[b, i]
@@ -143,7 +89,7 @@ def _accumulate(
 @kernel
 def _write(
     residual: Floats,
-    tops: NDArray[np.int32],
+    tops: Indices,
     masks: NDArray[np.uint64],
     words: Words,
     written: int,

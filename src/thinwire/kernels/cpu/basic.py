@@ -7,12 +7,9 @@ unless said otherwise.  Equal to `reference.basic` bit for bit.
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.kernels.cpu._jit import kernel
+from thinwire.kernels.cpu._jit import Floats, Indices, kernel
 from thinwire.kernels.cpu._streams import WIDTH, stream_zeros
 from thinwire.kernels.cpu._tiles import AHEAD, TILE, add_tile, prefetch
-
-Floats = NDArray[np.float32]
-Indices = NDArray[np.int32]
 
 CACHED = 1 << 18  # elements that are worth having in the cache when they are cleared: what follows finds them there
 _EXPONENT = np.int32(0x7F800000)  # all ones exactly for NaN and infinity

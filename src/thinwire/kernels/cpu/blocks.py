@@ -4,12 +4,8 @@ A block of `length` elements begins at `start` within its tensor and wraps aroun
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-from thinwire.kernels.cpu._jit import kernel
-
-Floats = NDArray[np.float32]
-Offsets = NDArray[np.int64]
+from thinwire.kernels.cpu._jit import Floats, Offsets, kernel
 
 
 @kernel

@@ -18,14 +18,9 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 
-from thinwire.kernels.cpu._jit import kernel
-
-Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
-Bytes = NDArray[np.uint8]
-Blocks = NDArray[np.int64]
+from thinwire.kernels.cpu._jit import Bytes, Doubles, Floats, Offsets, kernel
+from thinwire.kernels.cpu._llvm import I32, I64, floats, pointer, splat
 
 LANES = 64
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -35,19 +30,7 @@ _SMALLEST_SCALE = np.finfo(np.float32).tiny  # below, its reciprocal would overf
 _LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / _LEVELS, np.float32(0.0))  # 127 times it is finite
 _ROUND = np.float32(1.5 * 2**23)  # adding it leaves a whole number, to nearest, ties to even, in the low bits
 _ROUND_BITS = np.float32(1.5 * 2**23).view(np.int32)
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_INTS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
-
-
-def _pointer(context: Any, builder: Any, kind: Any, array: Any, start: Any, vector: Any) -> Any:
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [start]), vector.as_pointer())
-
-
-def _splat(builder: Any, value: Any) -> Any:
-    undefined = ir.Constant(_FLOATS, ir.Undefined)
-    wide = builder.insert_element(undefined, value, _I32(0))
-    return builder.shuffle_vector(wide, undefined, ir.Constant(_INTS, [0] * LANES))
+_INTS, _FLOATS = ir.VectorType(I32, LANES), floats(LANES)
 
 
 def _load(builder: Any, place: Any, align: int) -> Any:
@@ -59,22 +42,22 @@ def _load(builder: Any, place: Any, align: int) -> Any:
 
 def _word(context: Any, builder: Any, kind: Any, codes: Any, start: Any) -> Any:
     """Where the bits of the 64 places from `start` on lie."""
-    byte = builder.udiv(start, _I64(8))
-    return _pointer(context, builder, kind, codes, byte, _I64)
+    byte = builder.udiv(start, I64(8))
+    return pointer(context, builder, kind, codes, byte, I64)
 
 
 def _take_with_signs(_context: Any, out: Any, other: Any, codes: Any, _start: Any, _value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, other, codes, start, value = arguments
-        place = _pointer(context, builder, signature.args[0], array, start, _FLOATS)
-        second = _pointer(context, builder, signature.args[1], other, start, _FLOATS)
+        place = pointer(context, builder, signature.args[0], array, start, _FLOATS)
+        second = pointer(context, builder, signature.args[1], other, start, _FLOATS)
         total = builder.fadd(_load(builder, place, 4), _load(builder, second, 4))
-        wide = _splat(builder, value)
+        wide = splat(builder, value, _FLOATS)
         negative = builder.icmp_signed("<", builder.bitcast(total, _INTS), ir.Constant(_INTS, [0] * LANES))
         rest = builder.fsub(total, builder.select(negative, builder.fneg(wide), wide))
         builder.store(rest, place).align = 4
         word = _word(context, builder, signature.args[2], codes, start)
-        builder.store(builder.bitcast(negative, _I64), word).align = 1
+        builder.store(builder.bitcast(negative, I64), word).align = 1
         return context.get_dummy_value()
 
     return types.void(out, other, codes, types.intp, types.float32), generate
@@ -83,10 +66,10 @@ def _take_with_signs(_context: Any, out: Any, other: Any, codes: Any, _start: An
 def _add_with_signs(_context: Any, out: Any, codes: Any, _start: Any, _value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, codes, start, value = arguments
-        wide = _splat(builder, value)
+        wide = splat(builder, value, _FLOATS)
         word = _load(builder, _word(context, builder, signature.args[1], codes, start), 1)
         negative = builder.bitcast(word, ir.VectorType(ir.IntType(1), LANES))
-        place = _pointer(context, builder, signature.args[0], array, start, _FLOATS)
+        place = pointer(context, builder, signature.args[0], array, start, _FLOATS)
         total = builder.fadd(_load(builder, place, 4), builder.select(negative, builder.fneg(wide), wide))
         builder.store(total, place).align = 4
         return context.get_dummy_value()
@@ -161,7 +144,7 @@ def _encode_levels(r: Floats, g: Floats, q: Bytes) -> tuple[bool, np.float32]:
 
 
 @kernel
-def encode(residual: Floats, gradient: Floats, blocks: Blocks, scales: Floats, codes: Bytes, bits: int) -> bool:
+def encode(residual: Floats, gradient: Floats, blocks: Offsets, scales: Floats, codes: Bytes, bits: int) -> bool:
     """`residual += gradient`, then take code * scale of each block out of it; True when every block was finite.
 
     A block whose sum is not finite stays as it was, with scale 0 and codes 0; so does one with a denormal scale for 8
@@ -180,7 +163,7 @@ def encode(residual: Floats, gradient: Floats, blocks: Blocks, scales: Floats, c
 
 
 @kernel
-def add(out: Floats, blocks: Blocks, scales: Floats, codes: Bytes, factor: float, bits: int) -> None:
+def add(out: Floats, blocks: Offsets, scales: Floats, codes: Bytes, factor: float, bits: int) -> None:
     """`out += code * scale * factor` in float32: (code * scale) * factor for 8 bits, sign * (scale * factor) for 1.
 
     Memory: one pass over out (1 read, 1 write) and the codes.

@@ -4,27 +4,19 @@
 ranges of the entry list, `kept`, since a message that was cut leaves out one range.  Kernels that write trust their
 arguments; kernels that read trust `elements`, `entries`, the offsets and the sizes of the arrays, which the caller has
 checked against each other, but none of the bytes between `at` and `stop`.  Equal to `reference.coding` bit for bit.
-
-Offsets into bytes are uint64: LLVM then joins the byte accesses into one access of 8 bytes, on any alignment, while a
-signed offset would first be tested for a negative value.  A uint64 and a plain integer would make a float64, hence
-the typed constants.
 """
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from numba.cpython.unsafe.numbers import trailing_zeros
 from numpy.typing import NDArray
 
-from thinwire.kernels.cpu._halves import BF16 as BF16
-from thinwire.kernels.cpu._halves import FP16 as FP16
-from thinwire.kernels.cpu._halves import FP32, narrow, widen
-from thinwire.kernels.cpu._jit import kernel
+from thinwire.kernels.cpu._bytes import U0, U1, U2, U3, U4, U7, U8, U16, load4, load8, store2, store4, store8
+from thinwire.kernels.cpu._halves import FP32, narrow, read_value, widen
+from thinwire.kernels.cpu._jit import Bytes, Floats, Indices, kernel
+from thinwire.kernels.cpu._masks import lowest_bit
 from thinwire.kernels.cpu._tiles import AHEAD, prefetch
 
-Bytes: TypeAlias = NDArray[np.uint8]
-Floats: TypeAlias = NDArray[np.float32]
-Indices: TypeAlias = NDArray[np.int32]
 Kept: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
 Outcome: TypeAlias = tuple[int, int, int]  # what is wrong, at which entry, the index or offset found there
 
@@ -34,21 +26,10 @@ BLOCK = 1024  # entries that are decoded before they are added
 
 GOOD, ENDS_EARLY, PAST_THE_END, NOT_ASCENDING, TOO_MANY, TOO_FEW, LEFT_OVER = range(7)
 
-_0, _1, _2, _3, _4, _5, _6, _7, _8 = (np.uint64(i) for i in range(9))
-_16, _24, _32, _40, _48, _56 = (np.uint64(i) for i in (16, 24, 32, 40, 48, 56))
 _ESCAPE = np.uint64((1 << LIMIT) - 1)
-_zeros: Any = trailing_zeros  # typed as an intrinsic with the compiler's own arguments
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
-
-
-@kernel
-def _value(data: Bytes, at: np.uint64, coding: int) -> np.float32:
-    bits = np.uint64(data[at]) | (np.uint64(data[at + _1]) << _8)
-    if coding == FP32:
-        bits |= (np.uint64(data[at + _2]) << _16) | (np.uint64(data[at + _3]) << _24)
-    return widen(bits, coding)
 
 
 @kernel
@@ -58,23 +39,21 @@ def write_values(values: Floats, kept: Kept, coding: int, data: Bytes, at: int) 
     for begin, end in kept:
         for i in range(begin, end):
             bits = narrow(values[i], coding)
-            data[place] = np.uint8(bits)
-            data[place + _1] = np.uint8(bits >> _8)
             if coding == FP32:
-                data[place + _2] = np.uint8(bits >> _16)
-                data[place + _3] = np.uint8(bits >> _24)
-                place += _4
+                store4(data, place, bits)
+                place += U4
             else:
-                place += _2
+                store2(data, place, bits)
+                place += U2
 
 
 @kernel
 def read_values(data: Bytes, at: int, entries: int, coding: int, values: Floats) -> None:
     """`values[i]` is the value of entry i, for all entries.  Memory: one read, one write."""
     place = np.uint64(at)
-    step = _4 if coding == FP32 else _2
+    step = U4 if coding == FP32 else U2
     for i in range(entries):
-        values[i] = _value(data, place, coding)
+        values[i] = read_value(data, place, coding)
         place += step
 
 
@@ -184,41 +163,34 @@ def rice_room(indices: Indices, start: int, room: int, value_bits: int, paramete
 def write_rice(indices: Indices, kept: Kept, parameter: int, width: int, data: Bytes, at: int, stop: int) -> None:
     """Write the codes of the kept entries into [at, stop), exactly the bytes they take.  One read, one write."""
     place, last = np.uint64(at), np.uint64(stop)
-    pending, count = _0, _0  # fewer than 8 bits between two entries
+    pending, count = U0, U0  # fewer than 8 bits between two entries
     previous = -1
     shift = np.uint64(parameter)
-    mask = (_1 << shift) - _1
+    mask = (U1 << shift) - U1
     for begin, end in kept:
         for i in range(begin, end):
             index = int(indices[i])
             gap = np.uint64(index - previous - 1)
             previous = index
             quotient = gap >> shift
-            if quotient < _16:
-                pending |= (((gap & mask) << _1) | _1) << (quotient + count)
-                count += quotient + _1 + shift
+            if quotient < U16:
+                pending |= (((gap & mask) << U1) | U1) << (quotient + count)
+                count += quotient + U1 + shift
             else:
-                pending |= gap << (_16 + count)
-                count += _16 + np.uint64(width)
-            if place + _8 <= last:  # bytes past `count` are overwritten by the entries that follow
-                data[place] = np.uint8(pending)
-                data[place + _1] = np.uint8(pending >> _8)
-                data[place + _2] = np.uint8(pending >> _16)
-                data[place + _3] = np.uint8(pending >> _24)
-                data[place + _4] = np.uint8(pending >> _32)
-                data[place + _5] = np.uint8(pending >> _40)
-                data[place + _6] = np.uint8(pending >> _48)
-                data[place + _7] = np.uint8(pending >> _56)
-                place += count >> _3
-                pending >>= count & ~_7
-                count &= _7
+                pending |= gap << (U16 + count)
+                count += U16 + np.uint64(width)
+            if place + U8 <= last:  # bytes past `count` are overwritten by the entries that follow
+                store8(data, place, pending)
+                place += count >> U3
+                pending >>= count & ~U7
+                count &= U7
             else:
-                while count >= _8:
+                while count >= U8:
                     data[place] = np.uint8(pending)
-                    place += _1
-                    pending >>= _8
-                    count -= _8
-    if count > _0:
+                    place += U1
+                    pending >>= U8
+                    count -= U8
+    if count > U0:
         data[place] = np.uint8(pending)
 
 
@@ -228,12 +200,8 @@ def write_u32(indices: Indices, kept: Kept, data: Bytes, at: int) -> None:
     place = np.uint64(at)
     for begin, end in kept:
         for i in range(begin, end):
-            index = np.uint64(indices[i])
-            data[place] = np.uint8(index)
-            data[place + _1] = np.uint8(index >> _8)
-            data[place + _2] = np.uint8(index >> _16)
-            data[place + _3] = np.uint8(index >> _24)
-            place += _4
+            store4(data, place, np.uint64(indices[i]))
+            place += U4
 
 
 @kernel
@@ -250,47 +218,25 @@ def write_bitmap(indices: Indices, kept: Kept, data: Bytes, at: int, stop: int) 
 
 
 @kernel
-def _load(data: Bytes, at: np.uint64, stop: np.uint64) -> np.uint64:
-    """Eight bytes from `at` on, little endian; zeros stand for those from `stop` on."""
-    if at + _8 <= stop:
-        return np.uint64(
-            np.uint64(data[at])
-            | (np.uint64(data[at + _1]) << _8)
-            | (np.uint64(data[at + _2]) << _16)
-            | (np.uint64(data[at + _3]) << _24)
-            | (np.uint64(data[at + _4]) << _32)
-            | (np.uint64(data[at + _5]) << _40)
-            | (np.uint64(data[at + _6]) << _48)
-            | (np.uint64(data[at + _7]) << _56)
-        )
-    word, shift = _0, _0
-    while at < stop:
-        word |= np.uint64(data[at]) << shift
-        at += _1
-        shift += _8
-    return word
-
-
-@kernel
 def _next_gap(
     data: Bytes, bit: np.uint64, stop: np.uint64, shift: np.uint64, width: np.uint64
 ) -> tuple[np.uint64, np.uint64]:
     """The gap whose code begins at `bit`, and the bit after it.  A window has 57 good bits, a code at most 47."""
-    window = _load(data, bit >> _3, stop) >> (bit & _7)
-    if window & _ESCAPE == _0:
-        return (window >> _16) & ((_1 << width) - _1), bit + _16 + width
-    quotient = np.uint64(_zeros(window))
-    rest = (window >> (quotient + _1)) & ((_1 << shift) - _1)
-    return (quotient << shift) | rest, bit + quotient + _1 + shift
+    window = load8(data, bit >> U3, stop) >> (bit & U7)
+    if window & _ESCAPE == U0:
+        return (window >> U16) & ((U1 << width) - U1), bit + U16 + width
+    quotient = np.uint64(lowest_bit(window))
+    rest = (window >> (quotient + U1)) & ((U1 << shift) - U1)
+    return (quotient << shift) | rest, bit + quotient + U1 + shift
 
 
 @kernel
 def _rice_end(data: Bytes, bit: np.uint64, stop: np.uint64, entries: int) -> Outcome:
     """Nothing but zeros up to the next byte may follow the last code."""
-    if (bit + _7) >> _3 != stop:
-        return LEFT_OVER, entries, int(np.int64((bit + _7) >> _3))
-    if bit & _7 != _0 and data[bit >> _3] >> (bit & _7) != 0:
-        return LEFT_OVER, entries, int(np.int64(bit >> _3))
+    if (bit + U7) >> U3 != stop:
+        return LEFT_OVER, entries, int(np.int64((bit + U7) >> U3))
+    if bit & U7 != U0 and data[bit >> U3] >> (bit & U7) != 0:
+        return LEFT_OVER, entries, int(np.int64(bit >> U3))
     return GOOD, entries, 0
 
 
@@ -310,7 +256,7 @@ def _read_gaps(
     for i in range(indices.size):
         gap, bit = _next_gap(data, bit, stop, shift, width)
         index += int(np.int64(gap)) + 1
-        if bit > stop << _3:
+        if bit > stop << U3:
             return ENDS_EARLY, i, index, bit
         if index >= elements:
             return PAST_THE_END, i, index, bit
@@ -325,7 +271,7 @@ def read_rice(
     """`indices[i]` is the index of entry i, out of the codes in [at, stop).  One read, one write."""
     last, shift, bits = np.uint64(stop), np.uint64(parameter), np.uint64(width)
     wrong, entry, index, bit = _read_gaps(
-        data, np.uint64(at) << _3, last, shift, bits, -1, elements, indices[:entries]
+        data, np.uint64(at) << U3, last, shift, bits, -1, elements, indices[:entries]
     )
     if wrong != GOOD:
         return wrong, entry, index
@@ -345,13 +291,13 @@ def add_rice(
     scale: np.float32,
     out: Floats,
 ) -> Outcome:
-    """`out[index] += value * scale` for every entry.  Memory: one read of the message, one cache line an entry.
+    """`out[index] += value * scale` for every entry.  Memory: one read of the message, one cache line per entry.
 
     Block by block: the loop that adds is short, so that the CPU has many cache misses in flight.  Decoding each index just
     before its addition takes more than twice as long.
     """
     last, shift, bits = np.uint64(stop), np.uint64(parameter), np.uint64(width)
-    bit, index = np.uint64(at) << _3, -1
+    bit, index = np.uint64(at) << U3, -1
     size = 4 if coding == FP32 else 2
     scratch = np.empty(min(entries, BLOCK), np.int32)
     values = np.empty(min(entries, BLOCK), np.float32)
@@ -372,8 +318,8 @@ def read_u32(data: Bytes, at: int, elements: int, entries: int, indices: Indices
     place = np.uint64(at)
     previous = -1
     for i in range(entries):
-        index = int(np.int64(_load(data, place, place + _4)))
-        place += _4
+        index = int(np.int64(load4(data, place)))
+        place += U4
         if index >= elements:
             return PAST_THE_END, i, index
         if index <= previous:
@@ -387,18 +333,18 @@ def read_u32(data: Bytes, at: int, elements: int, entries: int, indices: Indices
 def add_u32(
     data: Bytes, at: int, entries: int, values_at: int, coding: int, scale: np.float32, out: Floats
 ) -> Outcome:
-    """`out[index] += value * scale` for every entry.  Memory: one read of the message, one cache line an entry."""
+    """`out[index] += value * scale` for every entry.  Memory: one read of the message, one cache line per entry."""
     place = np.uint64(at)
-    values_place, step = np.uint64(values_at), _4 if coding == FP32 else _2
+    values_place, step = np.uint64(values_at), U4 if coding == FP32 else U2
     previous = -1
     for i in range(entries):
-        index = int(np.int64(_load(data, place, place + _4)))
-        place += _4
+        index = int(np.int64(load4(data, place)))
+        place += U4
         if index >= out.size:
             return PAST_THE_END, i, index
         if index <= previous:
             return NOT_ASCENDING, i, index
-        out[index] += _value(data, values_place, coding) * scale
+        out[index] += read_value(data, values_place, coding) * scale
         values_place += step
         previous = index
     return GOOD, entries, 0
@@ -410,10 +356,10 @@ def read_bitmap(data: Bytes, at: int, stop: int, elements: int, entries: int, in
     count = 0
     last = np.uint64(stop)
     for start in range(at, stop, 8):
-        word = _load(data, np.uint64(start), last)
-        while word != _0:
-            index = (start - at) * 8 + int(np.int64(_zeros(word)))
-            word &= word - _1
+        word = load8(data, np.uint64(start), last)
+        while word != U0:
+            index = (start - at) * 8 + lowest_bit(word)
+            word &= word - U1
             if index >= elements:
                 return PAST_THE_END, count, index
             if count == entries:
@@ -427,20 +373,20 @@ def read_bitmap(data: Bytes, at: int, stop: int, elements: int, entries: int, in
 def add_bitmap(
     data: Bytes, at: int, stop: int, entries: int, values_at: int, coding: int, scale: np.float32, out: Floats
 ) -> Outcome:
-    """`out[index] += value * scale` for every entry.  Memory: one read of the message, one cache line an entry."""
+    """`out[index] += value * scale` for every entry.  Memory: one read of the message, one cache line per entry."""
     count = 0
     last = np.uint64(stop)
-    place, step = np.uint64(values_at), _4 if coding == FP32 else _2
+    place, step = np.uint64(values_at), U4 if coding == FP32 else U2
     for start in range(at, stop, 8):
-        word = _load(data, np.uint64(start), last)
-        while word != _0:
-            index = (start - at) * 8 + int(np.int64(_zeros(word)))
-            word &= word - _1
+        word = load8(data, np.uint64(start), last)
+        while word != U0:
+            index = (start - at) * 8 + lowest_bit(word)
+            word &= word - U1
             if index >= out.size:
                 return PAST_THE_END, count, index
             if count == entries:
                 return TOO_MANY, count, index
-            out[index] += _value(data, place, coding) * scale
+            out[index] += read_value(data, place, coding) * scale
             place += step
             count += 1
     return GOOD if count == entries else TOO_FEW, count, 0
@@ -449,7 +395,7 @@ def add_bitmap(
 @kernel
 def add_all(data: Bytes, values_at: int, coding: int, scale: np.float32, out: Floats) -> None:
     """`out[i] += value * scale` for every element.  Memory: one read of the message, one pass over `out`."""
-    place, step = np.uint64(values_at), _4 if coding == FP32 else _2
+    place, step = np.uint64(values_at), U4 if coding == FP32 else U2
     for i in range(out.size):
-        out[i] += _value(data, place, coding) * scale
+        out[i] += read_value(data, place, coding) * scale
         place += step

@@ -6,12 +6,8 @@ q (rank, columns); a matrix is flat, row by row.  Equal to `reference.lowrank` b
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-from thinwire.kernels.cpu._jit import kernel
-
-Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
+from thinwire.kernels.cpu._jit import Doubles, Floats, kernel
 
 LANES = 8
 TILE = 1024  # columns at a time: the part of q that a tile needs stays in the cache

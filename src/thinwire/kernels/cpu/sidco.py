@@ -5,11 +5,8 @@ within a tile; equal to `reference.sidco` bit for bit.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-from thinwire.kernels.cpu._jit import kernel
-
-Floats = NDArray[np.float32]
+from thinwire.kernels.cpu._jit import Floats, kernel
 
 TILE = 4096
 LANES = 64

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import basic, laplace, micro
+from ._jit import Floats, Indices
 
-Floats = NDArray[np.float32]
-Indices = NDArray[np.int32]
 Result = TypeVar("Result")
 
 SLICE = 1 << 20  # elements: a multiple of every kernel's tile, and large enough to amortise the hand-over

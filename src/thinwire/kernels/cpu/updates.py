@@ -20,14 +20,10 @@ The caller keeps what the addresses point to alive.
 
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
-from numpy.typing import NDArray
 
-from thinwire.kernels.cpu._jit import kernel
+from thinwire.kernels.cpu._jit import Floats, Offsets, kernel
 from thinwire.kernels.cpu._masks import pointer_to
 from thinwire.kernels.cpu._streams import ALIGNMENT, WIDTH, advance_nesterov, advance_with, advance_without
-
-Floats = NDArray[np.float32]
-Integers = NDArray[np.int64]
 
 CACHED = 1 << 20
 """Elements of a model that fits the cache, so that its parameters are still there after a step."""
@@ -199,7 +195,7 @@ def _at(address: int, elements: int) -> Floats:
 
 
 @kernel
-def all_within(rows: Integers, limit: float) -> bool:
+def all_within(rows: Offsets, limit: float) -> bool:
     """Whether all gradients are finite, and none is larger than `limit`.  Memory: one read pass."""
     within = True
     for i in range(rows.shape[0]):
@@ -208,12 +204,12 @@ def all_within(rows: Integers, limit: float) -> bool:
 
 
 @kernel
-def _momentum(row: Integers) -> Floats:
+def _momentum(row: Offsets) -> Floats:
     return _at(row[2], row[5] if row[2] != 0 else 0)
 
 
 @kernel
-def all_pending(rows: Integers, options: Floats, places: Integers, out: Floats) -> None:
+def all_pending(rows: Offsets, options: Floats, places: Offsets, out: Floats) -> None:
     """`pending` of all places, each to its part of `out`.  Memory: the blocks."""
     for k in range(places.shape[0]):
         row, size, part = rows[places[k, 0]], rows[places[k, 0], 5], out[places[k, 1] : places[k, 1] + places[k, 2]]
@@ -222,7 +218,7 @@ def all_pending(rows: Integers, options: Floats, places: Integers, out: Floats) 
 
 
 @kernel
-def all_advance(rows: Integers, options: Floats, strength: float, places: Integers, mean: Floats) -> bool:
+def all_advance(rows: Offsets, options: Floats, strength: float, places: Offsets, mean: Floats) -> bool:
     """`advance` of the parameters of all places, each followed by its `settle` while it is in the cache.
 
     mean is empty if it has not arrived yet: `all_settle` is then called later.
@@ -238,7 +234,7 @@ def all_advance(rows: Integers, options: Floats, strength: float, places: Intege
 
 
 @kernel
-def all_drift(rows: Integers, options: Floats) -> None:
+def all_drift(rows: Offsets, options: Floats) -> None:
     """`drift` of all parameters."""
     for i in range(rows.shape[0]):
         row, size = rows[i], rows[i, 5]
@@ -246,7 +242,7 @@ def all_drift(rows: Integers, options: Floats) -> None:
 
 
 @kernel
-def all_settle(rows: Integers, places: Integers, mean: Floats) -> None:
+def all_settle(rows: Offsets, places: Offsets, mean: Floats) -> None:
     """`settle` of all places, each with its part of `mean`.  Memory: the blocks."""
     for k in range(places.shape[0]):
         row, size, part = rows[places[k, 0]], rows[places[k, 0], 5], mean[places[k, 1] : places[k, 1] + places[k, 2]]

@@ -116,21 +116,6 @@ def layer_scale(maxima: Sequence[float], bins: int) -> float:
     return _float32(total / bins) if bins else 0.0
 
 
-def bins_of_words(words: Sequence[int], bin_length: int) -> list[list[int]]:
-    """The words of each bin of well-formed words, without LAST; an empty list for an empty bin."""
-    form = _Format(bin_length)
-    bins: list[list[int]] = [[]]
-    source = iter(words)
-    for word in source:
-        if word & form.empty == form.empty:
-            bins += [[] for _ in range(1 if word & form.last else next(source))]
-        else:
-            bins[-1].append(word & ~form.last)
-            if word & form.last:
-                bins.append([])
-    return bins[:-1]
-
-
 def decode_segment(
     words: Sequence[int],
     bin_length: int,

@@ -111,7 +111,7 @@ def read_rice(data: bytes, entries: int, parameter: int, width: int) -> list[int
 
 
 def write_u32(indices: Sequence[int]) -> bytes:
-    """Four bytes an index, little endian."""
+    """Four bytes per index, little endian."""
     return b"".join(index.to_bytes(4, "little") for index in indices)
 
 
