@@ -11,7 +11,7 @@ from thinwire.kernels.cpu import coding as cpu
 from thinwire.kernels.reference import coding as reference
 
 unhurried = settings(deadline=None)  # the first call of a kernel compiles it
-CODINGS = [cpu.FP32, cpu.FP16, cpu.BF16]
+CODINGS = [reference.FP32, reference.FP16, reference.BF16]
 
 
 @st.composite
@@ -132,7 +132,7 @@ def test_values_equal_reference(numbers: list[float]) -> None:
 def test_what_is_taken_in_16_bits_and_what_stays_are_the_element(numbers: list[float], dice: random.Random) -> None:
     elements = np.array(numbers, np.float32)
     indices = np.array(sorted(dice.sample(range(len(numbers)), len(numbers) // 2)), np.int32)
-    for coding, kind in ((cpu.FP16, torch.float16), (cpu.BF16, torch.bfloat16)):
+    for coding, kind in ((reference.FP16, torch.float16), (reference.BF16, torch.bfloat16)):
         limit = 0.3 * torch.finfo(kind).max
         residual, expected = elements.copy(), torch.from_numpy(elements.copy())
         words, values = np.empty(indices.size, np.uint16), np.empty(indices.size, np.float32)
@@ -148,7 +148,7 @@ def test_what_is_taken_in_16_bits_and_what_stays_are_the_element(numbers: list[f
 def test_every_half_is_read_as_torch_reads_it() -> None:
     halves = np.arange(2**16, dtype=np.uint16)
     seen = np.empty(2**16, np.float32)
-    for coding, kind in ((cpu.FP16, torch.float16), (cpu.BF16, torch.bfloat16)):
+    for coding, kind in ((reference.FP16, torch.float16), (reference.BF16, torch.bfloat16)):
         cpu.read_values(halves.astype("<u2").view(np.uint8), 0, 2**16, coding, seen)
         right = torch.from_numpy(halves.view(np.int16)).view(kind).float().numpy()
         numbers = ~np.isnan(right)

@@ -149,7 +149,8 @@ class _PlanSearch:
     def attempt(self, groups: Sequence[Group]) -> _Candidate:
         """Predicted time and loss of a plan."""
         key = tuple(groups)
-        if self.borders and any(self._crosses(start, stop) for start, stop, _ in key):
+        within = (bisect.bisect_right(self.borders, a) == bisect.bisect_left(self.borders, b) for a, b, _ in key)
+        if self.borders and not all(within):
             return _Candidate(key, math.inf, math.inf)
         if key not in self._tries:
             parts = [self._of(group) for group in key]
@@ -171,9 +172,6 @@ class _PlanSearch:
             start, stop, option = group
             self._pieces[group] = self.job.pieces([option], self.total[[stop]] - self.total[start])
         return self._pieces[group]
-
-    def _crosses(self, start: int, stop: int) -> bool:
-        return bisect.bisect_right(self.borders, start) != bisect.bisect_left(self.borders, stop)
 
     def cut(self, groups: Sequence[Group]) -> list[Group]:
         """The groups, split at every border."""

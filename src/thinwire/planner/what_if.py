@@ -65,15 +65,14 @@ def _cost(cost: CodecCost, before: int, after: int) -> CodecCost:
     rounds, decode = cost.rounds, cost.decode
     if isinstance(codec, MiCRO) or (isinstance(codec, Int8) and "all_to_all" in collectives):
         rounds = tuple(
-            _scaled(round_, 1 / ratio) if round_.collective == "all_gather" else round_ for round_ in rounds
+            msgspec.structs.replace(round_, bytes=_times(round_.bytes, 1 / ratio))
+            if round_.collective == "all_gather"
+            else round_
+            for round_ in rounds
         )
     elif set(collectives) == {"all_gather"}:
         decode = _times(decode, ratio)
     return msgspec.structs.replace(cost, rounds=rounds, decode=decode)
-
-
-def _scaled(round_: Round, factor: float) -> Round:
-    return msgspec.structs.replace(round_, bytes=_times(round_.bytes, factor))
 
 
 def _times(line: Line, factor: float) -> Line:

@@ -50,8 +50,7 @@ def write_values(values: Floats, kept: Kept, coding: int, data: Bytes, at: int) 
 @kernel
 def read_values(data: Bytes, at: int, entries: int, coding: int, values: Floats) -> None:
     """`values[i]` is the value of entry i, for all entries.  Memory: one read, one write."""
-    place = np.uint64(at)
-    step = U4 if coding == FP32 else U2
+    place, step = np.uint64(at), U4 if coding == FP32 else U2
     for i in range(entries):
         values[i] = read_value(data, place, coding)
         place += step
