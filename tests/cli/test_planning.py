@@ -111,7 +111,7 @@ def test_simulate_a_measured_job(tmp_path):
         (["plan", "--profile", "FILE"], "is not a profile"),
         (["plan", "--profile", "MEASURED", "--search", "exact"], "planned by the search 'joint'"),
         (["plan", "--profile", "MEASURED", "--nodes", "4"], "needs the rate of the links"),
-        (["plan", "--profile", "MEASURED", "--quality", "best"], "lossless, high or fast"),
+        (["plan", "--profile", "MEASURED", "--quality", "best"], "lossless, high, fast"),
         (["simulate"], "--model needs --profiles"),
         (["simulate", "--profiles", "FILE", "--nodes", "8..2"], "is not a list of numbers"),
         (["simulate", "--profiles", "FILE", "--search", "best"], "no search 'best'"),

@@ -340,8 +340,10 @@ def exchanger(codec: Codec, leaf: Leaf | None, info: GroupInfo, place: Place) ->
     return Chain(leaf, codec, info, place)
 
 
-def places(leaf: Leaf, codec: Codec, place: Place) -> list[tuple[int, Scope]]:
-    """Round and scope of each collective of a chain."""
+def places(leaf: Leaf | None, codec: Codec, place: Place) -> list[tuple[int, Scope]]:
+    """Round and scope of each collective of a chain, or of a codec by itself."""
+    if leaf is None:
+        return [(round_, "flat") for round_ in range(codec.rounds)]
     scopes: list[Scope] = []
     for op in leaf.ops:
         if op.scope is not None and op.compressed and leaf.summed:

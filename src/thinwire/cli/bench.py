@@ -10,7 +10,8 @@ from rich.markup import escape
 
 from ..lab.netns import format_rate
 from ..lab.results import write
-from .console import JsonFile, can_be_drawn, console, errors, failure, number, numbers, output, progress, show
+from . import planning
+from .console import JsonFile, can_be_drawn, console, errors, failure, number, output, progress, show
 from .converge import converge
 
 app = typer.Typer(
@@ -139,7 +140,7 @@ def step(
             momentum=momentum,
         )
         bench_step.check(options)
-        sizes = numbers(nodes, "--nodes")
+        sizes = planning.numbers(nodes)
         rows, memory = [], []
         with progress("visits", bench_step.total_visits(options, len(sizes))) as watcher:
             for size in sizes:

@@ -39,14 +39,6 @@ def failure(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """The value of an option such as `--nodes 2,4,8`."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise failure(f"{text!r} is not a list of numbers: write {option} 2, or {option} 2,4,8") from None
-
-
 def number(value: float | None, form: str, unit: float = 1.0) -> str:
     """A table cell; empty if the value is unknown."""
     return "" if value is None else form.format(value / unit)

@@ -13,7 +13,8 @@ import typer
 from rich.markup import escape
 
 from ..lab.results import write
-from .console import JsonFile, can_be_drawn, console, errors, failure, number, numbers, progress, show
+from . import planning
+from .console import JsonFile, can_be_drawn, console, errors, failure, number, progress, show
 
 if TYPE_CHECKING:
     from ..lab.converge_time import Options
@@ -105,7 +106,7 @@ def converge(
             return
         if target is not None:
             raise failure("--target requires --rate, as in --rate 100mbit --target 0.97")
-        counts = numbers(workers, "--workers")
+        counts = planning.numbers(workers, "--workers")
         exceptions = Exclusions(tuple(exclude or ()), min_elements, by_layer)
         options = [
             runs.Options(

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..lab.cluster import Cluster
 from ..lab.results import write
-from .console import JsonFile, console, errors, failure, output
+from .console import JsonFile, console, errors, failure, output, progress
 
 if TYPE_CHECKING:
     from ..lab.demo import Outcome
@@ -58,16 +57,10 @@ def demo(
 def _run_all(cluster: Cluster, methods: list[str], steps: int, data: Path | None, folder: Path) -> list[Outcome]:
     from ..lab.demo import train
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes = []
-    with Progress(*columns, console=console) as progress:
-        for method in methods:
-            task = progress.add_task(_name(method), total=steps)
-
-            def on_step(outcome: Outcome, task: object = task) -> None:
-                progress.update(task, completed=len(outcome.losses))  # type: ignore[arg-type]
-
-            outcomes.append(train(cluster, method, steps, data, on_step, folder / "thinwire"))
+    for method in methods:
+        with progress(_name(method), steps) as watcher:
+            outcomes.append(train(cluster, method, steps, data, lambda _: watcher.advance(1), folder / "thinwire"))
     return outcomes
 
 

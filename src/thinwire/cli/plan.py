@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 from rich.markup import escape
@@ -75,7 +75,7 @@ def plan(
                     )
                 job = on_cluster(job, nodes or job.cluster.nodes, parse_bytes_per_second(inter))
             planning.ready()
-            made = choose(job, quality=_quality(quality), slack=slack)
+            made = choose(job, quality=cast("Quality", quality), slack=slack)
             row = planning.measured_row(made)
             _show(_lines_of(made, job), row)
             for remark in made.remarks:
@@ -100,12 +100,6 @@ def plan(
         if out is not None:
             made.save(out)
         write(json_file, "plan", [row], {"out": str(out) if out is not None else None})
-
-
-def _quality(text: str) -> Quality:
-    if text not in ("lossless", "high", "fast"):
-        raise PlanError(f"--quality is lossless, high or fast, not {text!r}")
-    return text  # type: ignore[return-value]
 
 
 class _Line(NamedTuple):

@@ -83,22 +83,21 @@ class AdaComp(GatheredCodec):
     def start(self, group: GroupInfo, rank: int, world: int) -> AdaCompState:
         segments = []
         for parameter in group.parameters:
-            length = self.bin_length(parameter)
-            bins = -(-parameter.elements // length)
-            tiles = -(-bins // kernels.adacomp.tile_bins(length))
+            length, bins, tiles = self._cut(parameter)
             words = np.empty(parameter.elements, np.uint8 if length <= SMALL_BIN else np.uint16)
             offsets, maxima, means = np.zeros(tiles, np.uint32), np.zeros(tiles), np.zeros(tiles, np.float32)
             segments.append(Segment(parameter, length, bins, tiles, words, offsets, maxima, means))
         return AdaCompState(group, rank, world, segments=segments, fixed=self._fixed(group))
 
     def _fixed(self, group: GroupInfo) -> int:
-        size = HEADER_BYTES
-        for parameter in group.parameters:
-            length = self.bin_length(parameter)
-            bins = -(-parameter.elements // length)
-            tiles = -(-bins // kernels.adacomp.tile_bins(length))
-            size += 4 * (_TABLE + (tiles if self.scale == "tile" else 1))
-        return size
+        scales = [self._cut(parameter)[2] if self.scale == "tile" else 1 for parameter in group.parameters]
+        return HEADER_BYTES + 4 * sum(_TABLE + count for count in scales)
+
+    def _cut(self, parameter: ParameterInfo) -> tuple[int, int, int]:
+        """Bin length, bins and tiles of a tensor."""
+        length = self.bin_length(parameter)
+        bins = -(-parameter.elements // length)
+        return length, bins, -(-bins // kernels.adacomp.tile_bins(length))
 
     # -- encode -------------------------------------------------------------------------------------------------------
 
@@ -257,8 +256,8 @@ class AdaComp(GatheredCodec):
     def estimate(self, group: GroupInfo, world: int) -> Estimate:
         size = self._fixed(group)
         for parameter in group.parameters:
-            length = self.bin_length(parameter)
-            size += (1 if length <= SMALL_BIN else 2) * 5 * -(-parameter.elements // length)
+            length, bins, _ = self._cut(parameter)
+            size += (1 if length <= SMALL_BIN else 2) * 5 * bins
         return Estimate(gathered=size, passes=4.0)
 
 

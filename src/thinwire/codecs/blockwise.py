@@ -113,7 +113,7 @@ class BlockwiseCodec(GatheredCodec):
         return self._size(group)
 
     def estimate(self, group: GroupInfo, world: int) -> Estimate:
-        return Estimate(gathered=self._size(group))
+        return Estimate(gathered=self._size(group), passes=1.8)
 
     def _size(self, group: GroupInfo) -> int:
         size = HEADER_BYTES

@@ -20,8 +20,6 @@ from .laplace import LaplaceTopK
 from .lowrank import LowRank
 from .micro import MiCRO
 from .names import BY_NAME
-from .names import name_of as name_of
-from .names import to_text as to_text
 from .randomblock import RandomBlock
 from .randomk import RandomK
 from .schedule import Warmup

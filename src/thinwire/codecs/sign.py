@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import Estimate, GroupInfo
 from .blockwise import BlockwiseCodec
 
 
@@ -25,6 +24,3 @@ class Sign(BlockwiseCodec):
     block: int = 4096
 
     bits: ClassVar[int] = 1
-
-    def estimate(self, group: GroupInfo, world: int) -> Estimate:
-        return Estimate(gathered=self._size(group), passes=1.8)

@@ -26,7 +26,7 @@ from ..errors import AttachError
 from ..experimental.lane import on
 from ..experimental.parts import check
 from ..experimental.stream import StreamWire
-from ..log import set_up
+from ..log import logger, set_up
 from ..planner.plan import Plan, Quality
 from .wire import DDPWire, announce
 
@@ -160,7 +160,8 @@ def stream_wire(
         wire = StreamWire(module, world, strategy, tensors, scaler, exclude, min_elements)
     if hooks:
         wire.hook()
-    wire.announce()
+    if world.rank == 0:
+        logger.info("%s", wire.explain())
     return wire
 
 

@@ -20,7 +20,7 @@ from ..chains import tree
 from ..chains.chain import places
 from ..chains.tree import Leaf
 from ..codecs import Codec, GroupInfo, ParameterInfo, parse
-from ..codecs.registry import to_text
+from ..codecs.names import to_text
 from ..comm.collectives import Place, Scope
 from ..ranges import Count
 
@@ -92,9 +92,7 @@ class Layout(msgspec.Struct, frozen=True):
         """Rounds and scopes in which its groups speak."""
         found: set[tuple[int, Scope]] = {(0, "flat")}
         for group, codec in zip(self.groups, self.codecs(), strict=True):
-            leaf = group.leaf()
-            own: list[tuple[int, Scope]] = [(round_, "flat") for round_ in range(codec.rounds)]
-            found.update(own if leaf is None else places(leaf, codec, place))
+            found.update(places(group.leaf(), codec, place))
         return found
 
 

@@ -38,10 +38,6 @@ class Lane:
         with torch.cuda.stream(self._stream):
             yield
 
-    def current(self) -> contextlib.AbstractContextManager[None]:
-        """Make its device the current one: NCCL speaks for that one, and who wraps a model need not have set it."""
-        return on(self.device)
-
     def join(self) -> None:
         """Let the caller's stream wait for all work in this one."""
         if self._stream is not None:

@@ -35,10 +35,9 @@ from ..engine.ddp_module import check_join, failed, parameters_of, skip_void_ste
 from ..engine.layout import Exclude, TensorInfo
 from ..engine.strategy import Strategy
 from ..errors import ExchangeError, StateError, WireClosed
-from ..log import logger
 from ..version import __version__
 from . import stream_state
-from .lane import Lane
+from .lane import Lane, on
 from .parts import Parts
 from .stream_state import Meta
 
@@ -105,11 +104,6 @@ class StreamWire:
         self._until_final = steps_until_final(module)
         module.register_comm_hook(self, _exchange_bucket)
         self.hooked = True
-
-    def announce(self) -> None:
-        """Say once, on rank 0, what happens and how."""
-        if self.world.rank == 0:
-            logger.info("%s", self.explain())
 
     def explain(self) -> str:
         """What is compressed and how; without a hook, why nothing is."""
@@ -347,7 +341,7 @@ class StreamWire:
             meta, coded = self._prepare(files.read(where, [self.world.rank], self.world.size))
             return (meta, coded), {"steps of the state": meta.steps + meta.dense_steps}
 
-        with self.lane.current():
+        with on(self.lane.device):  # NCCL uses the current device
             prepared = load_alike(prepare, partial(agree, self.world.parent))
         self._take(*prepared)
 

@@ -161,19 +161,13 @@ def gradients_of(elements: int, count: int = 3, seed: int = 0) -> list[Tensor]:
 def eager(residual: Tensor, gradient: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Threshold selection written with torch operations."""
     residual.add_(gradient)
-    indices = (residual.abs() >= threshold).nonzero().squeeze(1)
-    values = residual[indices]
-    residual[indices] = 0
-    return indices, values
+    return _taken(residual, (residual.abs() >= threshold).nonzero().squeeze(1))
 
 
 def topk(residual: Tensor, gradient: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The usual top-k hook."""
     residual.add_(gradient)
-    indices = residual.abs().topk(k, sorted=False).indices
-    values = residual[indices]
-    residual[indices] = 0
-    return indices, values
+    return _taken(residual, residual.abs().topk(k, sorted=False).indices)
 
 
 def sampled(residual: Tensor, gradient: Tensor, k: int, sample: float = 0.01) -> tuple[Tensor, Tensor]:
@@ -185,6 +179,10 @@ def sampled(residual: Tensor, gradient: Tensor, k: int, sample: float = 0.01) ->
     indices = (magnitudes >= threshold).nonzero().squeeze(1)
     if len(indices) > 1.3 * k:
         indices = indices[magnitudes[indices].topk(k, sorted=False).indices]
+    return _taken(residual, indices)
+
+
+def _taken(residual: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     values = residual[indices]
     residual[indices] = 0
     return indices, values

@@ -233,16 +233,34 @@ def unpack(buffer: Bytes, elements: int, indices: Indices, values: Floats) -> He
     malformed message; the arrays may then be partly written, never beyond their ends.
     """
     _check_flat("values", values, np.float32)
-    header = _read_indices(buffer, elements, indices, with_values=True)
+    header = decode_indices(buffer, elements, indices, with_values=True)
     if header.entries > len(values):
         raise MessageCount(f"entries: found {header.entries}, there is room for {len(values)} values")
     kernels.coding.read_values(buffer, HEADER_BYTES, header.entries, int(header.values), values)
     return header
 
 
-def decode_indices(buffer: Bytes, elements: int, indices: Indices) -> Header:
+def decode_indices(buffer: Bytes, elements: int, indices: Indices, *, with_values: bool = False) -> Header:
     """Read the entries of a message without values into the first places of `indices`, int32.  Errors as `unpack`."""
-    return _read_indices(buffer, elements, indices, with_values=False)
+    _check_flat("indices", indices, np.int32)
+    header, start = _checked(buffer, elements, with_values)
+    stop = HEADER_BYTES + header.payload
+    entries = header.entries
+    if entries > len(indices):
+        raise MessageCount(f"entries: found {entries}, there is room for {len(indices)} indices")
+    outcome: Outcome = (kernels.coding.GOOD, 0, 0)
+    if header.index is IndexCoding.RICE:
+        parameter, width = _parameter(buffer, start), _width(elements)
+        outcome = kernels.coding.read_rice(buffer, start + 1, stop, parameter, width, elements, entries, indices)
+    elif header.index is IndexCoding.U32:
+        outcome = kernels.coding.read_u32(buffer, start, elements, entries, indices)
+    elif header.index is IndexCoding.BITMAP:
+        outcome = kernels.coding.read_bitmap(buffer, start, stop, elements, entries, indices)
+    else:
+        indices[:entries] = np.arange(entries, dtype=np.int32)
+    if outcome[0] != kernels.coding.GOOD:
+        _refuse(outcome, header, elements)
+    return header
 
 
 def add_into(buffer: Bytes, out: Floats, scale: float) -> Header:
@@ -268,28 +286,6 @@ def add_into(buffer: Bytes, out: Floats, scale: float) -> Header:
         kernels.coding.add_all(buffer, HEADER_BYTES, coding, factor, out)
     if outcome[0] != kernels.coding.GOOD:
         _refuse(outcome, header, len(out))
-    return header
-
-
-def _read_indices(buffer: Bytes, elements: int, indices: Indices, with_values: bool) -> Header:
-    _check_flat("indices", indices, np.int32)
-    header, start = _checked(buffer, elements, with_values)
-    stop = HEADER_BYTES + header.payload
-    entries = header.entries
-    if entries > len(indices):
-        raise MessageCount(f"entries: found {entries}, there is room for {len(indices)} indices")
-    outcome: Outcome = (kernels.coding.GOOD, 0, 0)
-    if header.index is IndexCoding.RICE:
-        parameter, width = _parameter(buffer, start), _width(elements)
-        outcome = kernels.coding.read_rice(buffer, start + 1, stop, parameter, width, elements, entries, indices)
-    elif header.index is IndexCoding.U32:
-        outcome = kernels.coding.read_u32(buffer, start, elements, entries, indices)
-    elif header.index is IndexCoding.BITMAP:
-        outcome = kernels.coding.read_bitmap(buffer, start, stop, elements, entries, indices)
-    else:
-        indices[:entries] = np.arange(entries, dtype=np.int32)
-    if outcome[0] != kernels.coding.GOOD:
-        _refuse(outcome, header, elements)
     return header
 
 

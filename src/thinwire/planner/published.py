@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 
 from ..codecs import parse
-from ..codecs.registry import name_of
+from ..codecs.names import name_of
 from ..errors import CodecTextError, PlanError, ProfileError
 from ..ranges import Amount, Elements
 from .costs import GpuCodec
+from .profile import load_struct
 
 REFERENCE_MESSAGES = 8
 """Published decode times are for one message from each of the paper's eight machines."""
@@ -56,12 +57,7 @@ class Published(msgspec.Struct, frozen=True):
 
     @staticmethod
     def load(path: str | Path) -> Published:
-        try:
-            return msgspec.json.decode(Path(path).read_bytes(), type=Published)
-        except OSError as problem:
-            raise ProfileError(f"there is no file of profiles {str(path)!r}: {problem.strerror}") from None
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as problem:
-            raise ProfileError(f"{str(path)!r} is not a file of backward profiles: {problem}") from None
+        return load_struct(path, Published, "file of backward profiles", ProfileError)
 
     def model(self, name: str) -> tuple[PublishedTensor, ...]:
         if name not in self.models:

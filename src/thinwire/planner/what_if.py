@@ -13,7 +13,7 @@ from ..codecs import parse
 from ..codecs.int8 import Int8
 from ..codecs.micro import MiCRO
 from ..errors import PlanError
-from .profile import Cluster, CodecCost, Line, Link, Profile, Round, fingerprint
+from .profile import Cluster, CodecCost, Line, Link, Profile, fingerprint
 
 
 def on_cluster(profile: Profile, nodes: int, bytes_per_second: float) -> Profile:

@@ -99,7 +99,7 @@ def measure(
     place = Place(world.rank, world.size, world.ranks_per_node)
     chosen = [choose(text) for text in texts]
     for codec, chain in chosen:
-        world.prepare(_places(codec, chain, place))
+        world.prepare(places(tree.parse(chain) if chain else None, codec, place))
     # The smallest and the largest say most about a line.
     groups = pick(tensors)
     groups = groups[:1] + groups[:0:-1]
@@ -143,12 +143,6 @@ def collectives(text: str, place: Place) -> set[tuple[profile.Collective, Scope]
             spoken = own if leaf.summed and op.compressed else [_ROUTINES[op.routine]]
             found.update((collective, op.scope) for collective in spoken)
     return found
-
-
-def _places(codec: Codec, chain: str, place: Place) -> list[tuple[int, Scope]]:
-    if chain:
-        return places(tree.parse(chain), codec, place)
-    return [(round_, "flat") for round_ in range(codec.rounds)]
 
 
 def _measure_group(
