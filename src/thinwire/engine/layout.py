@@ -8,6 +8,7 @@ travel dense, in the tail of the group's own sum (`ride`) or in one dense group 
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -219,9 +220,9 @@ def lay_out(runs: Sequence[Run], *, exclude: Exclude = (), min_elements: int = 1
 
 
 def _group(name: str, codec: str, tensors: Sequence[TensorInfo], holes: dict[str, Role], chain: str = "") -> Group:
-    slots, offset = [], 0
-    for tensor in tensors:
-        role = holes.get(tensor.name, "coded")
-        slots.append(Slot(tensor.name, offset, tensor.elements, tensor.shape, tensor.kind, role))
-        offset += tensor.elements
-    return Group(name, codec, tensors[0].dtype, offset, tuple(slots), chain)
+    ends = [0, *itertools.accumulate(tensor.elements for tensor in tensors)]
+    slots = tuple(
+        Slot(tensor.name, offset, tensor.elements, tensor.shape, tensor.kind, holes.get(tensor.name, "coded"))
+        for tensor, offset in zip(tensors, ends, strict=False)
+    )
+    return Group(name, codec, tensors[0].dtype, ends[-1], slots, chain)

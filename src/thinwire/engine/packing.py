@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ..errors import ExchangeError
-from .layout import Group, Layout, Slot
+from .layout import Layout, Slot
 
 
 @dataclass(slots=True)
@@ -72,7 +73,17 @@ class Packer:
                 taken = slot.name in self._home and self._home[slot.name][1].role == "elsewhere"
                 (self._dense if taken else self._home)[slot.name] = (index, slot)
         self._small = {index for index, _ in self._dense.values()}
-        self._ride_offset = _ride_offsets(layout.groups)
+        riding = [[slot for slot in group.slots if slot.role == "ride"] for group in layout.groups]
+        self._ride_offset = [
+            dict(
+                zip(
+                    (slot.name for slot in slots),
+                    accumulate((slot.elements for slot in slots), initial=0),
+                    strict=False,
+                )
+            )
+            for slots in riding
+        ]
         self._slots = [len(group.slots) for group in layout.groups]
         self._plans: dict[tuple[str, ...], BucketPlan] = {}
         self._scratch: dict[int, Tensor] = {}
@@ -198,15 +209,3 @@ def _extend(plan: BucketPlan, run: Run) -> None:
         last.elements += run.elements
     else:
         plan.runs.append(run)
-
-
-def _ride_offsets(groups: Sequence[Group]) -> list[dict[str, int]]:
-    result = []
-    for group in groups:
-        offsets, offset = {}, 0
-        for slot in group.slots:
-            if slot.role == "ride":
-                offsets[slot.name] = offset
-                offset += slot.elements
-        result.append(offsets)
-    return result

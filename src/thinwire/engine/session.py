@@ -22,7 +22,7 @@ from . import interrupt
 from .consensus import agree
 from .executor import SLICE_SECONDS, ExchangeThread, Executor
 from .layout import Exclude, Layout, TensorInfo
-from .lifecycle import Lifecycle, Phase
+from .lifecycle import Lifecycle
 from .rank_state import Safety
 from .recorder import Progress, Recorder
 from .strategy import Strategy
@@ -272,11 +272,6 @@ class Session:
             self.executor.close()
         else:
             self.world.close()
-
-    @property
-    def native(self) -> bool:
-        """Whether DDP exchanges by itself, without a hook."""
-        return self.lifecycle.phase is Phase.NATIVE
 
 
 def _stop(reference: weakref.ref[Executor], thread: ExchangeThread) -> None:

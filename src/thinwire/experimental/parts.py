@@ -7,6 +7,7 @@ of the step, and what depends on values (is all of it finite?) stays a tensor of
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -260,10 +261,8 @@ class Parts:
     ) -> None:
         self.names = tuple(tensor.name for tensor in tensors)
         self.world = world
-        offsets, self.elements = {}, 0
-        for tensor in tensors:
-            offsets[tensor.name] = (self.elements, tensor.elements)
-            self.elements += tensor.elements
+        *starts, self.elements = [0, *itertools.accumulate(tensor.elements for tensor in tensors)]
+        offsets = {tensor.name: (start, tensor.elements) for tensor, start in zip(tensors, starts, strict=True)}
         self.offsets = offsets
         self.runs: list[Run] = []
         self._spans: list[tuple[int, int]] = []

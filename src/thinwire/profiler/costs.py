@@ -5,6 +5,7 @@ A codec is run as the engine runs it, over real collectives, on groups of the jo
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import threading
@@ -232,11 +233,9 @@ def pick(tensors: Sequence[profile.Tensor], shares: Sequence[float] = (1 / 32, 1
 
 
 def _info(tensors: Sequence[profile.Tensor]) -> GroupInfo:
-    parameters, offset = [], 0
-    for tensor in tensors:
-        parameters.append(ParameterInfo(tensor.name, offset, tensor.elements, tensor.shape, tensor.kind))
-        offset += tensor.elements
-    return GroupInfo("rehearsal", offset, tuple(parameters))
+    ends = [0, *itertools.accumulate(tensor.elements for tensor in tensors)]
+    parameters = (ParameterInfo(t.name, at, t.elements, t.shape, t.kind) for t, at in zip(tensors, ends, strict=False))
+    return GroupInfo("rehearsal", ends[-1], tuple(parameters))
 
 
 def expected_seconds(codec: Codec, group: GroupInfo, world: int, links: Sequence[Link]) -> float:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.kernels.reference.basic import add_finite
+
 STREAM_ENDS, INDEX_TOO_LARGE, RUN_TOO_LONG, WORDS_LEFT, BINS_WRONG, SCALES_WRONG = -1, -2, -3, -4, -5, -6
 
 
@@ -63,14 +65,7 @@ def _accumulate(gradient: Tensor, residual: Tensor, bin_length: int) -> bool:
     whole = gradient.numel() // bin_length * bin_length
     size = block_bins(bin_length) * bin_length
     blocks = [slice(start, min(start + size, whole)) for start in range(0, whole, size)]
-    finite = True
-    for block in [*blocks, slice(whole, None)]:
-        total = residual[block] + gradient[block]
-        if torch.isfinite(total).all():
-            residual[block] = total
-        else:
-            finite = False
-    return finite
+    return add_finite(residual, gradient, [*blocks, slice(whole, None)])
 
 
 def encode_segment(gradient: Tensor, residual: Tensor, bin_length: int, factor: float) -> Encoded:

@@ -9,6 +9,18 @@ from torch import Tensor
 TILE = 4096
 
 
+def lane_sum(values: Tensor, lanes: int) -> float:
+    """The sum of float64 values: in `lanes` partial sums, of every `lanes`-th value each, which are added in order."""
+    partial = torch.zeros(lanes, dtype=torch.float64)
+    for row in range(0, values.numel(), lanes):
+        part = values[row : row + lanes]
+        partial[: part.numel()] += part
+    total = 0.0
+    for lane in partial.tolist():
+        total += lane
+    return total
+
+
 def all_finite(x: Tensor) -> bool:
     """True when no element is NaN or infinite."""
     return bool(torch.isfinite(x).all())
@@ -19,12 +31,16 @@ def accumulate(residual: Tensor, gradient: Tensor) -> bool:
 
     True when every tile was added.
     """
+    return add_finite(residual, gradient, [slice(at, at + TILE) for at in range(0, residual.numel(), TILE)])
+
+
+def add_finite(residual: Tensor, gradient: Tensor, places: list[slice]) -> bool:
+    """`residual += gradient` in those of the places whose sum is finite; True when all are."""
     finite = True
-    for start in range(0, residual.numel(), TILE):
-        tile = slice(start, start + TILE)
-        total = residual[tile] + gradient[tile]
+    for place in places:
+        total = residual[place] + gradient[place]
         if all_finite(total):
-            residual[tile] = total
+            residual[place] = total
         else:
             finite = False
     return finite

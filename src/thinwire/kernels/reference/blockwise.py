@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from thinwire.kernels.reference.basic import lane_sum
+
 LANES = 64
 LEVELS = 127.0
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -10,20 +12,9 @@ LARGEST_SCALE = float(torch.nextafter(torch.tensor(torch.finfo(torch.float32).ma
 _POWERS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128])
 
 
-def _mean(x: Tensor) -> Tensor:
-    """The mean magnitude, float32: 64 partial sums in float64, of every 64th element each."""
-    lanes = torch.zeros(LANES, dtype=torch.float64)
-    for row in range(0, x.numel(), LANES):
-        part = x[row : row + LANES].abs().double()
-        lanes[: part.numel()] += part
-    total = 0.0
-    for lane in lanes.tolist():
-        total += lane
-    return torch.tensor(total / x.numel(), dtype=torch.float64).float()
-
-
 def _signs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scale, negative = _mean(x), torch.signbit(x)
+    mean, negative = lane_sum(x.abs().double(), LANES) / x.numel(), torch.signbit(x)
+    scale = torch.tensor(mean, dtype=torch.float64).float()
     bits = torch.zeros(-(-x.numel() // 8) * 8, dtype=torch.int64)
     bits[: x.numel()] = negative
     return scale, (bits.view(-1, 8) * _POWERS).sum(1).to(torch.uint8), torch.where(negative, -scale, scale)

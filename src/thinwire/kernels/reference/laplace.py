@@ -7,7 +7,7 @@ float64, tile by tile of 4096 in order, and within a tile in the order written h
 import torch
 from torch import Tensor
 
-from thinwire.kernels.reference.basic import TILE, accumulate
+from thinwire.kernels.reference.basic import TILE, accumulate, lane_sum
 from thinwire.kernels.reference.coding import rounded
 
 LANES = 64
@@ -17,15 +17,7 @@ def measure(x: Tensor) -> tuple[float, float, int]:
     """(sum |x|, max |x|, non-zeros).  Within a tile there are 64 partial sums, of every 64th element each."""
     total = 0.0
     for start in range(0, x.numel(), TILE):
-        tile = x[start : start + TILE].abs().double()
-        lanes = torch.zeros(LANES, dtype=torch.float64)
-        for row in range(0, tile.numel(), LANES):
-            part = tile[row : row + LANES]
-            lanes[: part.numel()] += part
-        tile_total = 0.0
-        for lane in lanes.tolist():
-            tile_total += lane
-        total += tile_total
+        total += lane_sum(x[start : start + TILE].abs().double(), LANES)
     return total, float(x.abs().max()) if x.numel() else 0.0, int(torch.count_nonzero(x))
 
 

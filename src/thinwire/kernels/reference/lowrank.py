@@ -8,21 +8,10 @@ import math
 import torch
 from torch import Tensor
 
+from thinwire.kernels.reference.basic import lane_sum
+
 LANES = 8
 DEPENDENT = 1e-6
-
-
-def _dot(x: Tensor, y: Tensor) -> float:
-    """In 8 partial sums, of every 8th product each."""
-    lanes = torch.zeros(LANES, dtype=torch.float64)
-    products = x * y
-    for row in range(0, x.numel(), LANES):
-        part = products[row : row + LANES]
-        lanes[: part.numel()] += part
-    total = 0.0
-    for lane in lanes.tolist():
-        total += lane
-    return total
 
 
 def orthonormalise(p: Tensor) -> None:
@@ -30,11 +19,11 @@ def orthonormalise(p: Tensor) -> None:
     basis: list[Tensor] = []
     for row in p:
         x = row.double()
-        before = math.sqrt(_dot(x, x))
+        before = math.sqrt(lane_sum(x * x, LANES))
         for _ in range(2):
             for y in basis:
-                x = x - _dot(x, y) * y
-        norm = math.sqrt(_dot(x, x))
+                x = x - lane_sum(x * y, LANES) * y
+        norm = math.sqrt(lane_sum(x * x, LANES))
         x = torch.zeros_like(x) if norm <= DEPENDENT * before else x / norm
         basis.append(x)
         row[:] = x.float()
