@@ -3,8 +3,6 @@
 Names are loaded on first use: `import thinwire` alone loads neither torch nor Numba, and the command line starts at once.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

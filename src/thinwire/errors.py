@@ -1,7 +1,5 @@
 """All errors raised by thinwire, one class per kind of failure."""
 
-from __future__ import annotations
-
 
 class ThinwireError(Exception):
     """Base class of thinwire's errors."""

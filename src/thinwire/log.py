@@ -1,7 +1,5 @@
 """The logger `thinwire`: writes to standard error unless the program configures logging."""
 
-from __future__ import annotations
-
 import logging
 import os
 

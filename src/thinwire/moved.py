@@ -1,7 +1,5 @@
 """Import paths of earlier releases, which keep working with a DeprecationWarning."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

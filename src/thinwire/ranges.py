@@ -5,8 +5,6 @@ msgspec checks them while it decodes, and its error names the field. No number o
 what arithmetic cannot take; whether a number fits this job is for its reader to say.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated, Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """Did-you-mean suggestions."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

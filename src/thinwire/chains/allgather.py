@@ -1,7 +1,5 @@
 """All-gather: the second step after a reduce-scatter or all-to-all, and the single-step exchange of messages."""
 
-from __future__ import annotations
-
 import math
 
 import torch

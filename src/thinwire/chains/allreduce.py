@@ -1,7 +1,5 @@
 """All-reduce: the single-step sum of tensors."""
 
-from __future__ import annotations
-
 from ..comm.collectives import Collective
 from .runtime import ChainRuntime, Stage, Steps
 

@@ -1,7 +1,5 @@
 """All-to-all: the counterpart of reduce-scatter for messages."""
 
-from __future__ import annotations
-
 import torch
 
 from ..comm.collectives import Collective

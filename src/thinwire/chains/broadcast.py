@@ -1,7 +1,5 @@
 """Broadcast: the second step after a reduce or gather to a root."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -15,8 +15,6 @@ headers. In an all-to-all or a gather it does not: there the second step of the 
 rank has seen, four bytes for each such Comp (`Stage.note`), so that all ranks that messages of a Comp can reach agree.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Generator, Sequence

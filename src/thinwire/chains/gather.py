@@ -1,7 +1,5 @@
 """Gather to a root: the first step before a broadcast of messages."""
 
-from __future__ import annotations
-
 import torch
 
 from ..comm.collectives import Collective

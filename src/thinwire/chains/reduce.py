@@ -1,7 +1,5 @@
 """Reduce to a root: the first step before a broadcast of tensors."""
 
-from __future__ import annotations
-
 from ..comm.collectives import Collective
 from .runtime import ChainRuntime, Stage, Steps
 

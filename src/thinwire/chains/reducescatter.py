@@ -1,7 +1,5 @@
 """Reduce-scatter: the first step before an all-gather of tensors."""
 
-from __future__ import annotations
-
 import torch
 
 from ..comm.collectives import Collective

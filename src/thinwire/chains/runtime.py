@@ -1,7 +1,5 @@
 """Run-time state of a chain: the tensor or messages of one rank, and buffers kept between steps."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from functools import cached_property

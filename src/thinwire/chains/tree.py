@@ -13,8 +13,6 @@ A leaf is written as its operations, one after the other (`iRS comp eAGc dec iAG
 that can be added without decoding, `comp fARc dec`. See `docs/methods/espresso.md`.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import itertools

@@ -3,8 +3,6 @@
 Commands import torch, Numba and the packages built on them when they run, so that help and completion need neither.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import NoReturn

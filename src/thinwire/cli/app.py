@@ -1,7 +1,5 @@
 """The `thinwire` command with all its sub-commands."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`thinwire bench`: kernel throughput, training steps compared with alternatives, predictions, accuracy on real data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

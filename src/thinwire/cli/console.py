@@ -1,7 +1,5 @@
 """Shared by all commands: output streams, tables, progress bars, errors, result files."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

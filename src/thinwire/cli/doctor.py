@@ -1,7 +1,5 @@
 """`thinwire doctor`."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import typer

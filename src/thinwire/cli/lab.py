@@ -1,7 +1,5 @@
 """`thinwire lab`: an emulated cluster on this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

@@ -5,8 +5,6 @@ a generator: it yields requests for collectives (`Gather` or `Sum`), is sent the
 ranks in `gradient`. It is independent of processes: real jobs, `LocalWorld` and tests drive the same generator.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Block-wise quantisation: a few bits per element and one scale per block."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar

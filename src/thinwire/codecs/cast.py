@@ -1,7 +1,5 @@
 """Cast to a 16-bit floating-point format: half the bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Deep Gradient Compression: the largest elements, by a threshold estimated from a sample."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ The key is hashed with BLAKE2 (Python's `hash` of a string differs between proce
 whose raw output NumPy keeps stable between versions, unlike its distributions.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

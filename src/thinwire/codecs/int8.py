@@ -1,7 +1,5 @@
 """8-bit block-wise quantisation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

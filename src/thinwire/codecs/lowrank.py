@@ -1,7 +1,5 @@
 """PowerSGD: low-rank approximation of gradient matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Names of registered codecs and the text of a codec; `registry.py` fills them in and reads texts."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

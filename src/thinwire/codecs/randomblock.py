@@ -1,7 +1,5 @@
 """Random blocks: one random contiguous block per tensor, the same on every rank."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field
 from typing import ClassVar

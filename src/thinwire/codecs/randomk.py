@@ -1,7 +1,5 @@
 """Random-k: random elements, the same on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

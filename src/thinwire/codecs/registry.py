@@ -3,8 +3,6 @@
 Adding a codec is one file and one line in `CODECS`.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 

@@ -1,7 +1,5 @@
 """Schedules for codec parameters: `TopK(density=Warmup(0.01, steps=500))`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

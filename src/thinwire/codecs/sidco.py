@@ -1,7 +1,5 @@
 """SIDCo: the largest elements, by a threshold from a distribution that is fitted in stages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

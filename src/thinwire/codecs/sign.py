@@ -1,7 +1,5 @@
 """1-bit block-wise quantisation (SignSGD with error feedback)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Base of sparsifiers with gathered messages: rounding, packing, and returning what did not fit to the residual."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Exact top-k."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

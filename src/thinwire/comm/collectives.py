@@ -1,7 +1,5 @@
 """One rank's part in a collective: operation, buffers, scope, and a handle to wait on; between two ranks, a swap."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

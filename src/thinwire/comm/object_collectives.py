@@ -1,7 +1,5 @@
 """Object collectives outside of steps: small values, encoded as JSON. Nothing received is ever unpickled."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any, TypeVar
 

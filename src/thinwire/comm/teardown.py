@@ -5,8 +5,6 @@ timeout, aborted or not. So that happens in threads. None of these may return wh
 destructor would then unwind the thread in a way that C++ forbids, and the process would abort.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Scheduling priority of communication threads that share a core with the computation."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

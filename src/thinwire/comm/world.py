@@ -5,8 +5,6 @@ lock-step, with collectives in memory. The same engine drives both: it issues a 
 of this process, at once.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable, Collection, Sequence

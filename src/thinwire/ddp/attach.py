@@ -1,7 +1,5 @@
 """Attach a wire to a DistributedDataParallel module: check the job on all ranks, then register the hook."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path

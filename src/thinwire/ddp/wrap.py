@@ -1,7 +1,5 @@
 """Wrap a model in a DDP module whose bucket sizes suit the codec: the groups of a plan, or falling sizes."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Consensus before a collective: every rank must give the same facts, or all of them raise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 

@@ -4,8 +4,6 @@
 thread, a sum of 40 KB costs a core half of the time.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Averages of named tensors without DDP, for training loops of any kind."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta

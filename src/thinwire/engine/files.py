@@ -9,8 +9,6 @@ another step: `read` refuses to mix them. A checkpoint of `torch.distributed.che
 the number of ranks that wrote it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@ Backward waits for our futures in C++, where Python delivers no signal. A wake-u
 a watcher thread reads it and makes the waits fail, so that the main thread comes back and sees its KeyboardInterrupt.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

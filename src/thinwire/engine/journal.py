@@ -10,8 +10,6 @@
 Seconds everywhere; `time` is the wall clock. What is not known is null.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """Lifecycle of a wire: which way its gradients go, and when that may change."""
 
-from __future__ import annotations
-
 import enum
 import threading
 

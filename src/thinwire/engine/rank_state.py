@@ -4,8 +4,6 @@ Everything here is the same on `torch.distributed` and in memory: `run` yields c
 them out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass

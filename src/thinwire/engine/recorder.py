@@ -4,8 +4,6 @@ Nothing is measured here. A line of the journal is put together after the last g
 exchange thread.
 """
 
-from __future__ import annotations
-
 import platform
 import threading
 import time

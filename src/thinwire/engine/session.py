@@ -1,7 +1,5 @@
 """Session of an exchange: what a wire, its checkpointer and its hook share, and the change from one executor to the next."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Writes and reads the text and the tensors of saved states: what cannot be read is a `StateError` that names its key."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard, TypeVar
 

@@ -1,7 +1,5 @@
 """Timings of a finished step, and its trace line: spans without overlap or holes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

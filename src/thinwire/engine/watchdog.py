@@ -5,8 +5,6 @@ residuals after. A codec that scales, loses or repeats fails that check; one who
 is found by the growth of its residuals.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

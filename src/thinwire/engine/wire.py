@@ -1,7 +1,5 @@
 """Facade of one exchange, as users hold it: change it, read its numbers, save and load it, guard an optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The side stream of a wire on a GPU, which runs while backward uses another."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 

@@ -6,8 +6,6 @@
 Files are those of `engine.files`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

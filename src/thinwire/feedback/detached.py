@@ -4,8 +4,6 @@ All ranks share the model x; each has an error e, in units of parameters. Gradie
 plain error feedback (EF), 1 is SAEF, also known as PSync; in between is detached error feedback (DEF, ICML 2022).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Residual store: what was not sent yet, one flat float32 tensor per group, or per Comp of its chain; by name as well."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Names are loaded on first use, so that `LabError` is available without torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """A whole step of local updates without communication, compared with torch's SGD in one run on one core."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

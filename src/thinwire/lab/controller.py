@@ -4,8 +4,6 @@ A small CNN is trained on MNIST by four ranks in one process. K is the number of
 the target, M the most that a rank sent, n the number of ranks. Without `--data`, images are generated patterns.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Every run is one file in the results directory. Interrupted runs resume from the
 repeated; several processes may share a directory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

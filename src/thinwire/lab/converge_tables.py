@@ -1,7 +1,5 @@
 """Statistics over runs: mean and spread over seeds, paired difference to dense, plots."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Time to accuracy over emulated links, with real processes and DDP: `thinwire bench converge --rate 100mbit --target 0.97`."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

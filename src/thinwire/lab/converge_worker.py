@@ -4,8 +4,6 @@ Rank 0 prints the result as one JSON line. Times include the set-up of the metho
 exchanges during backward, so gradient clipping applies to the mean.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

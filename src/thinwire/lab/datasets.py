@@ -10,8 +10,6 @@ The batch of a step is drawn for all workers together, then cut into equal piece
 see the same data in the same order.
 """
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Iterator, Sequence

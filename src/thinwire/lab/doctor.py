@@ -1,7 +1,5 @@
 """The checks of `thinwire doctor`."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """Ends a rank without running interpreter shutdown."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import NoReturn

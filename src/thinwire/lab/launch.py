@@ -1,7 +1,5 @@
 """Starts the ranks of a job, forwards their output by line, and stops all ranks when one fails."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

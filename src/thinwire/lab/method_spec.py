@@ -1,7 +1,5 @@
 """Parses local updates as a benchmark method: `updates(CODEC, STRENGTH, period=STEPS)`."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass
 from typing import Any

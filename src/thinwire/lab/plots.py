@@ -1,7 +1,5 @@
 """Plot files, drawn with matplotlib if it is installed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """A rank of `thinwire bench predict`: profiles a job, then runs random plans. Rank 0 prints results as JSON lines."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """The one form of all result files: command, machine, versions, flat rows, a summary."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

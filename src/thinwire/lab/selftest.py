@@ -4,8 +4,6 @@ All ranks run every check. A check returns a short text, or raises `Failed` or a
 their results, so that a failure on one is known to all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time

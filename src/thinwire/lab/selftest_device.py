@@ -3,8 +3,6 @@
 It works on any device; the tests run it on the CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ SIGTERM and SIGHUP would skip all cleanup. Instead they raise SystemExit in the 
 The previous handlers are restored when the last cluster is down.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

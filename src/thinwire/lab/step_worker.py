@@ -5,8 +5,6 @@ methods, round by round; after every visit rank 0 prints its measurements as one
 process group, outside timed sections.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

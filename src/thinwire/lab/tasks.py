@@ -13,8 +13,6 @@
     task.loss(model, task.train.batch(seed=0, step=0, size=128, piece=slice(0, 32))).backward()
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 Plain DDP and one line for thinwire. Rank 0 prints progress as JSON lines on standard output.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

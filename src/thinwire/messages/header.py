@@ -1,7 +1,5 @@
 """The 16-byte header of every gathered message (`docs/message-format.md`, section "Header")."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag

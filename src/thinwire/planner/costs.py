@@ -16,8 +16,6 @@ Codec times are the published ones for up to 2^20 elements and proportional abov
 plus a time proportional to q. On the CPU, a codec pair processes 20 Gbit/s of uncompressed data, as in the paper's planner.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

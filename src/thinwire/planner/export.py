@@ -1,7 +1,5 @@
 """Writes the result of a search on published GPU costs as a plan."""
 
-from __future__ import annotations
-
 from ..errors import PlanError
 from .plan import VERSION, Plan, PlanGroup, PlanTensor
 from .profile import Cluster, Tensor, fingerprint

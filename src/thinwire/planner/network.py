@@ -1,7 +1,5 @@
 """GPU clusters modelled as two kinds of links: inside a machine and between machines."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ An option affects other tensors only through its four durations (see `side_strea
 another in any of them are dropped: of 4341 leaves, one to about a dozen remain per size.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

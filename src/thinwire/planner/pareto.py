@@ -5,8 +5,6 @@ and the CPU is free. All later times increase with each of them, so only Pareto-
 whose lower bound exceeds a known plan are dropped as well (`_bounds`); neither loses the optimum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

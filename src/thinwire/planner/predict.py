@@ -10,8 +10,6 @@ groups are sent in a fixed order. This is an event simulation of `engine/schedul
                       collective, both at 1 - contention.collective
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

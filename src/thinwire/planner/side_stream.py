@@ -13,8 +13,6 @@ everything after the lead (`ser`).
 A group of tensors counts as one tensor that is ready with its last member.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

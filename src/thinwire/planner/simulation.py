@@ -1,7 +1,5 @@
 """Plan searches and baselines for GPUs, on a published model and a network, with the side-stream recurrence."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

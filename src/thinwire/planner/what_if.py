@@ -5,8 +5,6 @@ follow their formulas at the new rate. Costs that depend on the number of ranks 
 MiCRO's indices and the second half of int8, of which every rank sends one n-th.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from ..codecs import parse

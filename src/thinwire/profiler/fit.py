@@ -1,7 +1,5 @@
 """Robust line fits: a few disturbed measurements do not move them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

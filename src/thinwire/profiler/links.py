@@ -3,8 +3,6 @@
 Everything here is a collective: all ranks call it alike, and whatever decides how often something is measured is agreed on.
 """
 
-from __future__ import annotations
-
 import statistics
 import threading
 import time

@@ -1,7 +1,5 @@
 """Load generator: computes as backward does, to measure how much other work slows it down."""
 
-from __future__ import annotations
-
 import statistics
 import threading
 import time

@@ -1,7 +1,5 @@
 """Trace marks of the training thread: forward, backward, optimizer. The hooks are removed when the trace is complete."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

@@ -12,8 +12,6 @@ SGD's own, and two buffers as large as the blocks. Passes: one read for the fini
 `kernels.cpu.updates`).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import weakref

@@ -1,7 +1,5 @@
 """Which blocks travel together, and in which order."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

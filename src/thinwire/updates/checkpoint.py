@@ -17,8 +17,6 @@ Folded, once for all ranks: folded.shared.NAME (x - mean(residual)), folded.opti
 state, before the optimizer has it. `begun` in the text says for which parameters it is real.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

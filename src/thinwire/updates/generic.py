@@ -8,8 +8,6 @@ the updates to the codec and the means back. The headers of all ranks travel fir
 gradient that is not finite changes nothing: not the optimizer's state, not the residual, not x.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ same sum in which the others report a step. So a mistake in the program, some ra
 error on all of them at once instead of a hang.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

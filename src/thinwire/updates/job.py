@@ -1,7 +1,5 @@
 """The parts of one `LocalUpdates`: checked, agreed on with all ranks, and held together by an `UpdateJob`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Addresses and options of a replica's tensors in one table, so that one kernel call covers all parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One rank's model and optimizer, and the parameters whose shared values local updates keep equal on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
