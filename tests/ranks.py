@@ -46,7 +46,8 @@ class RankError(AssertionError):
 
 class _Pool:
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # forks what has imported torch, which takes a second
+        context.set_forkserver_preload(["tests.support.preloaded"])
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -191,6 +192,7 @@ def _serve(rank: int, size: int, pipe: Connection, stacks: str) -> None:
     from tests import leaks
 
     torch.set_num_threads(1)
+    gc.freeze()  # a collection after every job then looks at what jobs have made, and not at all of torch
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
     while True:

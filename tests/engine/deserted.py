@@ -12,6 +12,7 @@ WAY    attach:CODEC, exchange:CODEC or updates:CODEC; all of them begin before t
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -30,10 +31,14 @@ import thinwire
 from tests.models import train, wrapped
 from tests.updates.jobs import make_here, train_here
 from thinwire import Wire
+from thinwire.comm.world import TorchWorld
 
 ROOT = Path(__file__).parents[2]
 HANG_SECONDS = 100.0  # far more than any timeout of the exchanges, far less than the sleep of a rank that stays away
-PATIENCE = timedelta(seconds=4)
+PATIENCE = timedelta(seconds=8)
+"""Of exchanges that meet a cable that is cut: steps before that must not take as long."""
+IMPATIENCE = timedelta(seconds=0.5)
+"""Of exchanges with a rank that has stopped, when it has stopped: it will not answer, however long they wait."""
 BEGUN = 4
 
 
@@ -65,6 +70,13 @@ def threads_left(wires: Sequence[Wire]) -> int:
     for thread in mine:
         thread.join(timeout=10)
     return sum(thread.is_alive() for thread in mine)
+
+
+def wait_no_longer_than(timeout: timedelta) -> None:
+    """Change the timeout of all exchanges that there are."""
+    for world in [thing for thing in gc.get_objects() if type(thing) is TorchWorld]:
+        for group in world.groups:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class Ranks:
@@ -117,14 +129,16 @@ def main(rank: int, world: int, store: str, fault: str, *ways: str) -> None:
         if leaves:
             time.sleep(200)  # ended by the test
         press_soon()
-    jobs = [job(*way.split(":", 1), PATIENCE if fault in ("stop", "quiet") else None) for way in ways]
+    jobs = [job(*way.split(":", 1), PATIENCE if fault == "quiet" else None) for way in ways]
     for run, _ in jobs:
         run(range(BEGUN))
     print("begun", flush=True)
     if leaves and fault == "interrupt":
         time.sleep(200)
-    if leaves and fault == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "stop":
+        if leaves:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        wait_no_longer_than(IMPATIENCE)
     if fault == "pause":
         if leaves:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -19,20 +19,17 @@ from thinwire.lab.netns import list_namespaces
 EVERY_MODE: tuple[Mode, ...] = ("root", "rootless")
 SOURCE = Path(__file__).parents[2] / "src"
 
-# `import thinwire` loads torch, which takes seconds, and the lab does not need it.
-LIGHT = f"""
-import signal, sys, types
-package = types.ModuleType("thinwire")
-package.__path__ = [{str(SOURCE / "thinwire")!r}]
-sys.modules["thinwire"] = package
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that they are ignored
+# What a program of the tests begins with. A job in the background inherits that signals are ignored.
+BEGIN = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 """
 
 # A program with a cluster and a job on it, whose ranks have children, one of them in a session of its own.
 OWNER = (
-    LIGHT
+    BEGIN
     + """
 from thinwire.lab import Cluster
 with Cluster(2, rate="1gbit", mode=sys.argv[1]) as cluster:
@@ -41,7 +38,7 @@ with Cluster(2, rate="1gbit", mode=sys.argv[1]) as cluster:
 """
 )
 
-COMMAND = LIGHT + "from thinwire.cli.lab import app\napp()\n"
+COMMAND = BEGIN + "from thinwire.cli.lab import app\napp()\n"
 
 
 @pytest.fixture(autouse=True)

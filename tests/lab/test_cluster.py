@@ -15,7 +15,7 @@ import pytest
 from thinwire.lab import Cluster, Job, LabError
 from thinwire.lab.calibrate import judged
 
-from .conftest import LIGHT, MODES, SOURCE, host_state, left_of, needs_namespaces
+from .conftest import BEGIN, MODES, SOURCE, host_state, left_of, needs_namespaces
 
 ALL_REDUCE = """
 import torch, torch.distributed
@@ -281,7 +281,7 @@ def test_links_that_cannot_be_shaped_are_marked(tmp_path: Path, monkeypatch: pyt
             cluster.set_rate("10mbit")
 
 
-WHERE_AM_I = LIGHT + "from thinwire.lab import Cluster\nwith Cluster(2) as c: print(c.mode, c.shaped, c.why)"
+WHERE_AM_I = BEGIN + "from thinwire.lab import Cluster\nwith Cluster(2) as c: print(c.mode, c.shaped, c.why)"
 
 
 def test_falls_back_where_nothing_is_allowed(tmp_path: Path) -> None:
@@ -308,6 +308,7 @@ def test_falls_back_without_the_commands() -> None:
 def test_an_ordinary_user_needs_no_root() -> None:
     become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs"]
     script = (
+        f"sys.path.insert(0, {str(SOURCE)!r})\n"
         "from thinwire.lab import Cluster\n"
         "with Cluster(2, rate='1gbit') as c:\n"
         "    r = c.run(['sh', '-c', 'test $RANK = 0 || exit 3; sleep 600'])\n"
@@ -323,7 +324,7 @@ def test_an_ordinary_user_needs_no_root() -> None:
             break
     else:
         pytest.skip("no python that another user may run")
-    done = subprocess.run([*words, "-c", LIGHT + script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*words, "-c", BEGIN + script], capture_output=True, text=True, timeout=60, check=False)
     if done.stdout.startswith("loopback"):
         pytest.skip(f"ordinary users may make no namespaces here: {done.stderr}")
     mode, shaped, code, identity = done.stdout.split()

@@ -13,7 +13,7 @@ import pytest
 from thinwire.lab import Cluster, LabError
 from thinwire.lab.leftovers import Record, directories, processes, records, remove_dead, start_time
 
-from .conftest import LIGHT, MODES, Own, any_mode, left_of, needs_namespaces, thinwire_lab
+from .conftest import BEGIN, MODES, Own, any_mode, left_of, needs_namespaces, thinwire_lab
 from .cycles import cycles
 
 
@@ -74,7 +74,7 @@ def test_a_handler_of_the_program_stays() -> None:
 
 @needs_namespaces
 def test_without_with_the_end_of_the_program_is_enough() -> None:
-    script = LIGHT + "from thinwire.lab import Cluster\nc = Cluster(2, mode=sys.argv[1]).up()\nprint(c.id)\n1 / 0\n"
+    script = BEGIN + "from thinwire.lab import Cluster\nc = Cluster(2, mode=sys.argv[1]).up()\nprint(c.id)\n1 / 0\n"
     done = subprocess.run([sys.executable, "-c", script, str(any_mode())], capture_output=True, text=True, check=False)
     assert "ZeroDivisionError" in done.stderr
     assert left_of(done.stdout.strip()) == []

@@ -13,7 +13,7 @@ import torch
 from thinwire.lab import LabError
 from thinwire.lab.workloads import load
 
-from .conftest import LIGHT
+from .conftest import BEGIN
 
 PARAMETERS = {"gpt": 10_859_520, "vgg": 8_947_754, "resnet": 1_084_202, "lstm": 8_720_336}
 
@@ -83,6 +83,6 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 def test_the_lab_loads_neither_torch_nor_typer() -> None:
-    script = LIGHT + "import thinwire.lab.cluster\nprint(sorted({'torch', 'typer', 'rich'} & set(sys.modules)))"
+    script = BEGIN + "import thinwire.lab.cluster\nprint(sorted({'torch', 'typer', 'rich'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
