@@ -28,7 +28,9 @@ def numbers(text: str, what: str = "--nodes") -> list[int]:
         found = [int(part) for part in (span.groups() if span else text.split(","))]
     except ValueError:
         found = []
-    if not found or min(found) < 1 or (span and found[0] > found[1]):
+    if found and min(found) < 1:
+        raise PlanError(f"{what} must be at least 1, not {min(found)}")
+    if not found or (span and found[0] > found[1]):
         raise PlanError(f"{text!r} is not a list of numbers: write {what} 8, {what} 2,4,8 or {what} 2..1024")
     if not span:
         return found
