@@ -5,8 +5,8 @@ that `NUMBA_BOUNDSCHECK=1` checks every access.  No fast-math: results must equa
 Numba threads: a kernel releases the interpreter lock, and the caller's threads run it concurrently.
 
 The disk cache checks only the file that defines a kernel.  A kernel therefore only calls kernels of the same file: after an
-edit to another file the old machine code would stay in use.  (`_masks`, `_tiles`, `_streams`, `_halves` and `_bytes` are
-the exceptions: after an edit there, remove the cached `*.nbi` and `*.nbc`.)
+edit to another file the old machine code would stay in use.  (`_masks`, `_tiles`, `_streams`, `_halves`, `_bytes` and
+`_llvm` are the exceptions: after an edit there, remove the cached `*.nbi` and `*.nbc`.)
 """
 
 from collections.abc import Callable
