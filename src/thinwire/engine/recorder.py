@@ -4,6 +4,8 @@ Nothing is measured here. A line of the journal is put together after the last g
 exchange thread.
 """
 
+from __future__ import annotations
+
 import platform
 import threading
 import time
@@ -14,7 +16,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import msgspec
 import torch
 
 from ..comm.collectives import Scope
@@ -290,7 +291,7 @@ class Recorder:
                     logger.warning("a log is given up after %s: %s", type(error).__name__, error)
 
 
-# -- sinks: files, TensorBoard, a function -----------------------------------------------------------------------------
+# -- sinks -------------------------------------------------------------------------------------------------------------
 
 
 class JsonLines:
@@ -302,38 +303,6 @@ class JsonLines:
 
     def __call__(self, line: journal.Line) -> None:
         self._file.write(journal.encode(line) + b"\n")
-
-
-def to_board(writer: Any) -> Sink:
-    """Scalars for an object with `add_scalar`, as TensorBoard's SummaryWriter has it."""
-    names = ("seconds", "compute", "exposed", "encode", "wire", "decode", "bytes", "density", "residual_norm")
-
-    def write(line: journal.Line) -> None:
-        if isinstance(line, journal.Step):
-            for name in names:
-                value = getattr(line, name)
-                if value is not None:
-                    writer.add_scalar(f"thinwire/{name}", value, line.step)
-        elif isinstance(line, journal.Event) and hasattr(writer, "add_text"):
-            writer.add_text(f"thinwire/{line.what}", line.text, line.step)
-
-    return write
-
-
-def make_sink(target: Any, rank: int) -> Sink | None:
-    """What `log_to` was given, as something that takes lines; None where another rank writes."""
-    if isinstance(target, str | Path):
-        path = Path(target)
-        if path.suffix == ".jsonl" and not path.is_dir():
-            return JsonLines(path) if rank == 0 else None
-        return JsonLines(path / f"rank-{rank}.jsonl")
-    if hasattr(target, "add_scalar"):
-        return to_board(target) if rank == 0 else None
-    if callable(target):
-        return lambda line: target(msgspec.to_builtins(line))  # as it would stand in a file
-    raise TypeError(
-        f"log_to takes a path, an object with add_scalar such as a SummaryWriter, or a function, not {type(target).__name__}"
-    )
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from . import files
 from .checkpoint import Checkpointer, Form
 from .ddp_module import skip_void_steps
 from .executor import Executor
-from .recorder import make_sink
 from .session import Session
+from .sinks import make_sink
 from .strategy import Strategy
 
 
