@@ -314,8 +314,7 @@ def add_rice(
 @kernel
 def read_u32(data: Bytes, at: int, elements: int, entries: int, indices: Indices) -> Outcome:
     """`indices[i]` is the index of entry i.  One read, one write."""
-    place = np.uint64(at)
-    previous = -1
+    place, previous = np.uint64(at), -1
     for i in range(entries):
         index = int(np.int64(load4(data, place)))
         place += U4
