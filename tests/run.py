@@ -84,8 +84,12 @@ class Runner:
         self.process: subprocess.Popen[bytes] | None = None
         self.signal = 0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background: it stays ignored
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._end)
+            elif (
+                number == signal.SIGINT
+            ):  # in the background: without effect here, but pytest must hear what is sent to it
+                signal.signal(number, lambda *_: None)
 
     def _end(self, number: int, frame: object) -> None:
         first, self.signal = not self.signal, number

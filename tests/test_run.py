@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import CEILING
 from thinwire.planner.profile import Profile
 
 SCRIPT = """
@@ -48,7 +49,11 @@ def _torchrun(*words: str) -> list[str]:
 
 def _start(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        words,
+        capture_output=True,
+        text=True,
+        timeout=CEILING,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
 
 

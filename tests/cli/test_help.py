@@ -15,6 +15,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from tests.support.limits import CEILING
 from thinwire.cli.app import app
 
 
@@ -64,7 +65,7 @@ def _on_a_terminal(words: list[str], **environment: str) -> bytes:
             if not piece:
                 break
             shown += piece
-        process.wait(60)
+        process.wait(CEILING)
     os.close(leader)
     return shown
 
@@ -74,7 +75,7 @@ def test_colours() -> None:
     red = b"\x1b[31m"
     assert red in _on_a_terminal(words)
     assert red not in _on_a_terminal(words, NO_COLOR="1")
-    piped = subprocess.run([sys.executable, "-m", "thinwire", *words], capture_output=True, timeout=60)
+    piped = subprocess.run([sys.executable, "-m", "thinwire", *words], capture_output=True, timeout=CEILING)
     assert b"\x1b" not in piped.stdout + piped.stderr
 
 
@@ -86,12 +87,12 @@ def test_bash_completes_names() -> None:
         ["bash", "-c", f'{sys.executable} -c "{call}" --show-completion; echo; true'],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=CEILING,
     )
     assert "_THINWIRE_COMPLETE=complete_bash" in script.stdout, script.stderr
     asked = {"_THINWIRE_COMPLETE": "complete_bash", "COMP_WORDS": "thinwire be", "COMP_CWORD": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", call], env={**os.environ, **asked}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", call], env={**os.environ, **asked}, capture_output=True, text=True, timeout=CEILING
     )
     assert done.stdout.split() == ["bench"], done.stderr
 
@@ -117,7 +118,7 @@ def test_doctor_with_a_broken_numba_and_without_tools(tmp_path: Path) -> None:
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, "PATH": "/nowhere", "PYTHONPATH": paths}
     words = [sys.executable, "-m", "thinwire", "doctor"]
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=CEILING)
     assert done.returncode == 1, done.stdout + done.stderr
     shown = " ".join(done.stdout.split())
     assert "BROKEN numba llvmlite is of another version pip install numba" in shown

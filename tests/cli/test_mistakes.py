@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import CEILING
 from thinwire.cli import main
 from thinwire.cli.console import UNEXPECTED
 
@@ -75,7 +76,7 @@ def _is_a_sentence(text: str, said: list[str]) -> None:
 
 def _run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        words, cwd=folder, capture_output=True, text=True, timeout=CEILING, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import run
+from tests.support.limits import CEILING
 from thinwire.lab import selftest
 
 
 def test_it_starts_ranks_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "thinwire", "selftest", "--json", str(tmp_path / "result.json")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=CEILING, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "passed" in ended.stdout.splitlines()[-1]
     written = json.loads((tmp_path / "result.json").read_text())
@@ -42,7 +43,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "first.py"
     script.write_text(FIRST_CHECK_ALONE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=CEILING, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("passed: 1 checks") == 1, "only the first rank speaks"
     assert ended.stdout.startswith("2 ranks, ")

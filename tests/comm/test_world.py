@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import thinwire
 from tests.ranks import run
+from tests.support.limits import CEILING
 from thinwire.comm.collectives import DUPLEX_BYTES, Collective, Operation
 from thinwire.comm.world import LocalWorld, TorchWorld
 
@@ -82,7 +83,7 @@ def _collectives() -> dict[str, list[float]]:
             rounds = (0, 1) if rank % 2 else (1, 0)
             pending = [world.issue(i, [Collective(operation, tensors[i])], woken.release) for i in rounds]
             for _ in pending:
-                assert woken.acquire(timeout=20)
+                assert woken.acquire(timeout=CEILING)
             for one in pending:
                 assert one.done()
                 one.check()
@@ -90,7 +91,7 @@ def _collectives() -> dict[str, list[float]]:
             results[f"{operation} {dtype}"] = tensors[0].tolist()
     output = torch.zeros(2 * size, dtype=torch.uint8)
     world.issue(0, [Collective("gather", torch.tensor([rank, 7], dtype=torch.uint8), output)], woken.release)
-    assert woken.acquire(timeout=20)
+    assert woken.acquire(timeout=CEILING)
     results["gather"] = output.tolist()
     world.close()
     assert world.groups == []

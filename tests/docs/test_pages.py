@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
+from tests.support.limits import CEILING
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")])
@@ -52,7 +53,7 @@ def test_the_block_runs(ranks: int, needs: str | None, source: str, tmp_path: Pa
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=CEILING,
         # Plans of earlier runs, and those of this one, belong into the folder too.
         env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")},
     )

@@ -29,12 +29,12 @@ import torch.distributed as dist
 
 import thinwire
 from tests.models import train, wrapped
+from tests.support.limits import CEILING
 from tests.updates.jobs import make_here, train_here
 from thinwire import Wire
 from thinwire.comm.world import TorchWorld
 
 ROOT = Path(__file__).parents[2]
-HANG_SECONDS = 100.0  # far more than any timeout of the exchanges, far less than the sleep of a rank that stays away
 PATIENCE = timedelta(seconds=8)
 """Of exchanges that meet a cable that is cut: steps before that must not take as long."""
 IMPATIENCE = timedelta(seconds=0.5)
@@ -97,7 +97,7 @@ class Ranks:
 
     def end_of(self, rank: int) -> tuple[str, int]:
         """What a rank has printed until it ended by itself, and its exit code."""
-        text, _ = self.processes[rank].communicate(timeout=HANG_SECONDS)
+        text, _ = self.processes[rank].communicate(timeout=CEILING)
         return text, self.processes[rank].returncode
 
     def __enter__(self) -> Self:
@@ -127,14 +127,14 @@ def main(rank: int, world: int, store: str, fault: str, *ways: str) -> None:
     leaves = rank == world - 1
     if fault == "absent":
         if leaves:
-            time.sleep(200)  # ended by the test
+            time.sleep(2 * CEILING)  # ended by the test
         press_soon()
     jobs = [job(*way.split(":", 1), PATIENCE if fault == "quiet" else None) for way in ways]
     for run, _ in jobs:
         run(range(BEGUN))
     print("begun", flush=True)
     if leaves and fault == "interrupt":
-        time.sleep(200)
+        time.sleep(2 * CEILING)
     if fault == "stop":
         if leaves:
             os.kill(os.getpid(), signal.SIGSTOP)

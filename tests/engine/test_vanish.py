@@ -13,6 +13,7 @@ import pytest
 
 from tests.engine.deserted import BEGUN, ROOT, Ranks
 from tests.lab.conftest import any_mode, needs_namespaces
+from tests.support.limits import CEILING
 from thinwire.lab import Cluster
 
 # Where the first exchange after the fault is: `attach` travels dense for two steps, which its step numbers do not count.
@@ -63,9 +64,9 @@ def test_a_cable_that_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with Cluster(nodes=3, rate="none", mode=any_mode()) as cluster:
         job = cluster.start([sys.executable, "-c", program], on_line=note, directory=str(ROOT))
         for _ in range(3):
-            assert begun.acquire(timeout=60), lines
+            assert begun.acquire(timeout=CEILING), lines
         cluster.cut(2)
-        result = job.wait(60)
+        result = job.wait(CEILING)
     assert result.codes == [0, 0, 0], lines
     for rank in range(3):
         check(

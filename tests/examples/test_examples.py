@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.limits import CEILING
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,7 +19,7 @@ def test_ddp_example(tmp_path: Path) -> None:
         [*torchrun, str(ROOT / "examples" / "ddp.py")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=CEILING,
         env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)},
         check=False,
     )
@@ -45,7 +47,7 @@ def test_detached_example(tmp_path: Path) -> None:
         [sys.executable, str(ROOT / "examples" / "detached.py"), *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=CEILING,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -65,7 +67,7 @@ def _run(tmp_path: Path, ranks: int, *words: str) -> str:
         [*command, str(ROOT / "examples" / words[0]), *words[1:]],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=CEILING,
         env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)},
         check=False,
     )

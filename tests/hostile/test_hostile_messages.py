@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.hostile import mutator
+from tests.support.limits import CEILING
 from thinwire.errors import MessageCoding, MessageCount, MessageError, MessageIndex, MessageLength, MessageTruncated
 from thinwire.messages import (
     HEADER_BYTES,
@@ -56,7 +57,7 @@ def test_nothing_is_read_out_of_bounds(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=CEILING,
         check=False,
     )
     assert run.returncode == 0, run.stderr

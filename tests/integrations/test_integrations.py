@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.jobs import CODEC, HALF, STEPS
+from tests.support.limits import CEILING
 
 ROOT = Path(__file__).parents[2]
 STATES = {  # package, and where the state of a wire lies
@@ -31,7 +32,7 @@ def _job(framework: str, folder: Path, *options: str) -> tuple[list[dict[str, An
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=CEILING,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

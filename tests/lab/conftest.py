@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import CEILING
 from thinwire.lab import Cluster, LabError
 from thinwire.lab.cluster import Mode
-from thinwire.lab.leftovers import directories, processes
+from thinwire.lab.leftovers import Record, directories, processes, records
 from thinwire.lab.netns import list_namespaces
 
 EVERY_MODE: tuple[Mode, ...] = ("root", "rootless")
@@ -91,6 +92,12 @@ def left_of(identity: str) -> list[str]:
     return found
 
 
+def own_records() -> list[Record]:
+    """The clusters of this test: others may have theirs on this machine at the same time."""
+    own = Path(os.environ["XDG_RUNTIME_DIR"])
+    return [record for record in records() if record.path.is_relative_to(own)]
+
+
 def host_state() -> tuple[set[str], str]:
     """The host's own interfaces and /etc/hosts, which no cluster may touch."""
     interfaces = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
@@ -117,10 +124,10 @@ def own() -> Iterator[Own]:
     yield start
     for process in started:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=CEILING)
 
 
 def thinwire_lab(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, timeout=CEILING, check=False
     )

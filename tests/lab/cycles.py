@@ -14,9 +14,9 @@ import sys
 import tempfile
 import time
 
-from thinwire.lab.leftovers import records
+from tests.support.limits import CEILING
 
-from .conftest import OWNER, any_mode, host_state, left_of, thinwire_lab
+from .conftest import OWNER, any_mode, host_state, left_of, own_records, thinwire_lab
 
 
 def cycle(kill_after: float | None, mode: str) -> set[str]:
@@ -30,7 +30,7 @@ def cycle(kill_after: float | None, mode: str) -> set[str]:
         for line in process.stdout:
             if line.startswith("[1] ready"):
                 process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=CEILING)
     return {line.strip() for line in output.splitlines() if line.startswith("tw")}
 
 
@@ -44,9 +44,9 @@ def cycles(count: int, kills: int, mode: str, seed: int = 0) -> dict[str, int]:
     for index in range(count):
         # From the start of Python, over the making of the cluster, to a running job.
         kill_after = source.uniform(0.1, 0.5) if index in killed else None
-        known = {record.identity for record in records()}
+        known = {record.identity for record in own_records()}
         seen |= cycle(kill_after, mode)
-        left = {record.identity for record in records()} - known
+        left = {record.identity for record in own_records()} - known
         seen |= left
         tally["ended" if kill_after is None else "killed"] += 1
         tally["killed with a cluster"] += bool(left)
@@ -55,7 +55,7 @@ def cycles(count: int, kills: int, mode: str, seed: int = 0) -> dict[str, int]:
     assert done.returncode == 0, done.stderr
     remains = {identity: left_of(identity) for identity in seen if left_of(identity)}
     assert not remains, remains
-    assert records() == []
+    assert own_records() == []
     assert host_state() == before
     return tally
 

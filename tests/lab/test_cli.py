@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.lab.leftovers import records
+from tests.support.limits import CEILING
 
-from .conftest import COMMAND, left_of, needs_namespaces, thinwire_lab
+from .conftest import COMMAND, left_of, needs_namespaces, own_records, thinwire_lab
 
 
 @needs_namespaces
@@ -31,7 +31,7 @@ def test_run(tmp_path: Path) -> None:
     assert report["rows"][0]["node_bytes_sent"] >= 0
     assert report["summary"]["rate"] == "100mbit"
     assert report["summary"]["shaped"] is True
-    assert records() == []
+    assert own_records() == []
 
 
 @needs_namespaces
@@ -83,10 +83,10 @@ def test_up_stays_until_it_is_asked(by: str, tmp_path: Path) -> None:
         else:
             assert identity in thinwire_lab("down", "--json", str(end)).stderr
             assert identity in {row["cluster"] for row in json.loads(end.read_text())["rows"]}
-        assert "gone" in process.communicate(timeout=30)[1]
+        assert "gone" in process.communicate(timeout=CEILING)[1]
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=CEILING)
     assert process.returncode == 0
     assert left_of(identity) == []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import CEILING
 from thinwire.lab import Cluster, Job, LabError
 from thinwire.lab.calibrate import judged
 
@@ -91,7 +92,7 @@ class Talk:
         self.job: Job = cluster.start([sys.executable, "-c", job], on_line=lambda rank, line: self.said.put(line))
 
     def until(self, word: str) -> str:
-        while not (line := self.said.get(timeout=30)).startswith(word):
+        while not (line := self.said.get(timeout=CEILING)).startswith(word):
             pass
         return line
 
@@ -124,7 +125,7 @@ def test_up_and_down_leave_nothing(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_all_reduce_sends_what_it_should(mode: str) -> None:
     with Cluster(2, rate="1gbit", mode=mode) as cluster:  # type: ignore[arg-type]
-        result = cluster.run([sys.executable, "-c", ALL_REDUCE], timeout=100, on_line=lambda rank, line: None)
+        result = cluster.run([sys.executable, "-c", ALL_REDUCE], timeout=CEILING, on_line=lambda rank, line: None)
     assert result.code == 0, result.lines
     assert result.lines == [["sum 16.0"]] * 2
     expected = 4 * (1 << 20) * 4  # each of two ranks sends one buffer a round: half reduced, half gathered
@@ -136,7 +137,7 @@ def test_all_reduce_sends_what_it_should(mode: str) -> None:
 @needs_namespaces
 def test_ranks_of_one_node_use_its_loopback() -> None:
     with Cluster(1, ranks_per_node=2) as single:
-        result = single.run([sys.executable, "-c", ALL_REDUCE], timeout=100, on_line=lambda rank, line: None)
+        result = single.run([sys.executable, "-c", ALL_REDUCE], timeout=CEILING, on_line=lambda rank, line: None)
     assert result.lines == [["sum 16.0"]] * 2
     assert result.traffic[0].bytes_sent < 10_000
 
@@ -288,7 +289,7 @@ def test_falls_back_where_nothing_is_allowed(tmp_path: Path) -> None:
     """In a user namespace that may make no other: neither root's way nor the ordinary user's is open."""
     forbid = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
     inside = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh", sys.executable, "-c", WHERE_AM_I]
-    done = subprocess.run(inside, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(inside, capture_output=True, text=True, timeout=CEILING, check=False)
     if done.stderr.startswith("unshare"):
         pytest.skip(done.stderr)
     assert done.stdout.startswith("loopback False as root: "), done.stderr
@@ -324,7 +325,7 @@ def test_an_ordinary_user_needs_no_root() -> None:
             break
     else:
         pytest.skip("no python that another user may run")
-    done = subprocess.run([*words, "-c", BEGIN + script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*words, "-c", BEGIN + script], capture_output=True, text=True, timeout=CEILING, check=False)
     if done.stdout.startswith("loopback"):
         pytest.skip(f"ordinary users may make no namespaces here: {done.stderr}")
     mode, shaped, code, identity = done.stdout.split()

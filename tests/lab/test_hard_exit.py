@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+from tests.support.limits import CEILING
+
 RANK = """
 import atexit, tempfile, torch.distributed as dist
 from thinwire.lab.hard_exit import hard_exit
@@ -13,5 +15,5 @@ with tempfile.NamedTemporaryFile() as store:
 
 
 def test_a_rank_leaves_with_its_code_and_all_it_said() -> None:
-    done = subprocess.run([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True, timeout=CEILING)
     assert (done.returncode, done.stdout) == (3, "said")

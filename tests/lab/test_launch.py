@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import CEILING
 from thinwire.lab import Cluster, Job
 from thinwire.lab.launch import Rank
 from thinwire.lab.leftovers import start_time
@@ -53,7 +54,7 @@ def test_pinned_only_if_there_are_cores() -> None:
 
 def test_output_has_the_rank_before_it(capfd: pytest.CaptureFixture[str]) -> None:
     script = r"echo one; echo two >&2; printf '10%%\r20%%\n'; printf 'no end'"
-    result = Job(shell(script)).wait(30)
+    result = Job(shell(script)).wait(CEILING)
     for rank in range(2):
         assert result.lines[rank] == ["one", "two", "20%", "no end"]
     lines = capfd.readouterr().out.splitlines()
@@ -61,18 +62,18 @@ def test_output_has_the_rank_before_it(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_large_output_arrives() -> None:
-    result = Job(shell("seq 1 9999; echo end"), on_line=quiet).wait(30)
+    result = Job(shell("seq 1 9999; echo end"), on_line=quiet).wait(CEILING)
     assert result.lines[1] == [*map(str, range(1, 10000)), "end"]
 
 
 def test_a_failing_rank_ends_all() -> None:
-    result = Job(shell("if [ $RANK = 1 ]; then exit 7; fi; sleep 600", ranks=4), on_line=quiet).wait(30)
+    result = Job(shell("if [ $RANK = 1 ]; then exit 7; fi; sleep 600", ranks=4), on_line=quiet).wait(CEILING)
     assert (result.code, result.failed_rank) == (7, 1)
     assert result.codes == [143, 7, 143, 143]
 
 
 def test_a_killed_rank_has_the_code_of_a_shell() -> None:
-    result = Job(shell("if [ $RANK = 0 ]; then kill -9 $$; fi; sleep 600"), on_line=quiet).wait(30)
+    result = Job(shell("if [ $RANK = 0 ]; then kill -9 $$; fi; sleep 600"), on_line=quiet).wait(CEILING)
     assert (result.code, result.failed_rank) == (137, 0)
 
 
@@ -81,7 +82,7 @@ def test_who_does_not_listen_is_killed() -> None:
     script = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
     job = Job(shell(script), on_line=lambda rank, line: ready.release(), grace=0.3)
     for _ in range(2):
-        assert ready.acquire(timeout=30)
+        assert ready.acquire(timeout=CEILING)
     result = job.wait(0.01)
     assert result.timed_out
     assert (result.code, result.codes) == (124, [137, 137])
@@ -89,13 +90,13 @@ def test_who_does_not_listen_is_killed() -> None:
 
 
 def test_children_of_a_rank_end_with_it() -> None:
-    result = Job(shell("sleep 600 & echo $!"), on_line=quiet).wait(30)
+    result = Job(shell("sleep 600 & echo $!"), on_line=quiet).wait(CEILING)
     assert result.code == 0
     assert [start_time(int(lines[0])) for lines in result.lines] == [None, None]
 
 
 def test_a_missing_command_says_so() -> None:
-    result = Job([Rank(0, ["no-such-command"], dict(os.environ))], on_line=quiet).wait(30)
+    result = Job([Rank(0, ["no-such-command"], dict(os.environ))], on_line=quiet).wait(CEILING)
     assert result.code == 127
     assert "'no-such-command'" in result.lines[0][0]
 
@@ -106,7 +107,7 @@ def test_an_error_in_on_line_ends_the_job() -> None:
 
     job = Job(shell("echo hello; sleep 600"), on_line=fail)
     with pytest.raises(ZeroDivisionError, match="hello"):
-        job.wait(30)
+        job.wait(CEILING)
     assert all(start_time(pid) is None for pid in job.pids)
 
 
@@ -117,14 +118,14 @@ def test_ranks_outlive_the_thread_that_asked_for_them(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     (tmp_path / "go").touch()
-    assert jobs[0].wait(30).lines == [["done"]] * 2
+    assert jobs[0].wait(CEILING).lines == [["done"]] * 2
 
 
 def test_no_descriptor_is_left_open() -> None:
-    Job(shell("true"), on_line=quiet).wait(30)
+    Job(shell("true"), on_line=quiet).wait(CEILING)
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        Job(shell("true"), on_line=quiet).wait(30)
+        Job(shell("true"), on_line=quiet).wait(CEILING)
     assert set(os.listdir("/proc/self/fd")) == before
 
 
@@ -140,7 +141,7 @@ def test_jobs_may_run_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
     first = cluster.start(["sh", "-c", script % (tmp_path / "go")], on_line=quiet)
     second = cluster.start(["sh", "-c", script % (tmp_path / "go")], on_line=quiet)
     (tmp_path / "go").touch()
-    ports = {line for job in (first, second) for lines in job.wait(30).lines for line in lines}
+    ports = {line for job in (first, second) for lines in job.wait(CEILING).lines for line in lines}
     assert len(ports) == 2
 
 
@@ -148,6 +149,6 @@ def test_jobs_may_run_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
 def test_down_ends_a_running_job(cluster: Cluster) -> None:
     ready = threading.Event()
     job = cluster.start(["sh", "-c", "echo ready; sleep 600"], on_line=lambda rank, line: ready.set())
-    assert ready.wait(30)
+    assert ready.wait(CEILING)
     cluster.down()
     assert not job.running

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import CEILING
 from thinwire.lab import Cluster, LabError
-from thinwire.lab.leftovers import Record, directories, processes, records, remove_dead, start_time
+from thinwire.lab.leftovers import Record, directories, processes, remove_dead, start_time
 
-from .conftest import BEGIN, MODES, Own, any_mode, left_of, needs_namespaces, thinwire_lab
+from .conftest import BEGIN, MODES, Own, any_mode, left_of, needs_namespaces, own_records, thinwire_lab
 from .cycles import cycles
 
 
@@ -23,7 +24,7 @@ def test_signals_leave_nothing(own: Own, mode: str, number: signal.Signals) -> N
     process, identity = own(mode)
     assert left_of(identity)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=CEILING)
     assert process.returncode in (128 + number, -number)
     assert left_of(identity) == []
 
@@ -33,7 +34,7 @@ def test_down_all_removes_what_a_killed_program_left(own: Own, mode: str) -> Non
     living, living_identity = own(mode)
     process, identity = own(mode)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=CEILING)
     assert left_of(identity)  # at least the child in a session of its own, and the file
     before = sorted(left_of(living_identity))
     done = thinwire_lab("down", "--all")
@@ -93,7 +94,7 @@ def test_a_forked_child_takes_nothing_away(cluster: Cluster) -> None:
 
 def test_a_living_process_of_the_same_number_is_another(tmp_path: Path) -> None:
     with Cluster(1, mode="loopback") as cluster:
-        (record,) = records()
+        (record,) = own_records()
         assert record.alive
         assert record.identity == cluster.id
         assert remove_dead() == []
@@ -101,7 +102,7 @@ def test_a_living_process_of_the_same_number_is_another(tmp_path: Path) -> None:
         imposter.touch()
         assert [dead.identity for dead in remove_dead()] == ["tw0"]
         assert not imposter.exists()
-    assert records() == []
+    assert own_records() == []
     assert not directories()[0].exists()
 
 
@@ -109,7 +110,7 @@ def test_strange_files_are_left_alone(tmp_path: Path) -> None:
     directory = directories()[0]
     directory.mkdir()
     (directory / "notes.txt").touch()
-    assert records() == []
+    assert own_records() == []
     assert remove_dead() == []
     assert (directory / "notes.txt").exists()
 

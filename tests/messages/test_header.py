@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.limits import CEILING
 from thinwire.errors import MessageCoding, MessageError, MessageTruncated, MessageVersion
 from thinwire.messages import HEADER_BYTES, Flag, Header, IndexCoding, ValueCoding, read_header, write_header
 
@@ -75,4 +76,4 @@ def test_a_count_beyond_32_bits_is_not_written(field: str) -> None:
 
 def test_importing_messages_does_not_import_numba() -> None:
     script = "import sys, thinwire.messages; sys.exit('numba' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], timeout=CEILING, check=False).returncode == 0
