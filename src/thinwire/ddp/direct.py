@@ -87,15 +87,40 @@ class DensePath:
     ) -> None:
         self.world, self._inspect, self._failed = world, inspect, failed
         self._recorder, self._log = recorder, Log(0, recorder)
-        self.flying: list[Flight] = []
+        self._flying: list[Flight] = []
+        self._error: ExchangeError | None = None
         self._pieces: dict[str, Tensor] = {}
         self._issued: set[tuple[str, ...]] = set()
         self._lock = threading.Lock()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether backward waits for a bucket."""
+        with self._lock:
+            return any(not flight.future.done() for flight in self._flying)
+
     def begin(self, number: int) -> None:
         """A step begins, which is the job's with this number."""
         self._log = Log(number, self._recorder)
-        self.flying, self._pieces, self._issued = [], {}, set()
+        self._pieces, self._issued = {}, set()
+        with self._lock:
+            self._flying = []
+
+    def fail(self, error: ExchangeError) -> None:
+        """For good: what is under way fails, and what the thread that trains is just about to hand over."""
+        with self._lock:
+            self._error, flights = error, self._flying
+        for flight in flights:
+            flight.end(error)
+
+    def _fly(self, buffer: Tensor) -> Flight:
+        flight = Flight(buffer)
+        with self._lock:
+            self._flying = [*self._flying, flight]
+            error = self._error
+        if error is not None:
+            flight.end(error)
+        return flight
 
     def bucket(
         self,
@@ -107,11 +132,10 @@ class DensePath:
     ) -> Future[Any]:
         """Replace a bucket, whose tensors have these names, by its mean."""
         buffer = bucket.buffer()
-        flight = Flight(buffer)
-        self.flying.append(flight)
+        flight = self._fly(buffer)
         self._log.arrive(names)
         if partition is None or names in partition:
-            self._reduce(buffer, [flight], lambda: flight.end(buffer), place, step)
+            self._reduce(buffer, lambda: flight.end(buffer), place, step)
             if bucket.is_last():
                 self._log.close()
             return flight.future
@@ -129,7 +153,7 @@ class DensePath:
 
     def _reduce_group(self, group: tuple[str, ...], pieces: Sequence[Tensor], place: str, step: int) -> None:
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
-        flights = [flight for flight in self.flying if flight.missing.intersection(group)]
+        flights = [flight for flight in self._flying if flight.missing.intersection(group)]
 
         def hand_back() -> None:
             for piece, mean in zip(pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
@@ -141,11 +165,9 @@ class DensePath:
                 if not flight.missing:
                     flight.end(flight.buffer)
 
-        self._reduce(flat, flights, hand_back, place, step)
+        self._reduce(flat, hand_back, place, step)
 
-    def _reduce(
-        self, tensor: Tensor, flights: Sequence[Flight], done: Callable[[], None], place: str, step: int
-    ) -> None:
+    def _reduce(self, tensor: Tensor, done: Callable[[], None], place: str, step: int) -> None:
         self.world.check()
         # Divided before, as DDP does it: the same bits, and while the bucket is still in the cache. AVG divides afterwards.
         tensor.mul_(1.0 / self.world.size)
@@ -158,8 +180,7 @@ class DensePath:
             except RuntimeError as error:
                 failure = ExchangeError(f"{place}, all-reduce (average), rank {self.world.rank}: {error}")
                 self._failed(failure)
-                for flight in flights:
-                    flight.end(failure)
+                self.fail(failure)
                 return
             self._inspect(tensor, step)
             log.land(timing)

@@ -211,13 +211,14 @@ class BucketHook:
     @property
     def waiting(self) -> bool:
         """Whether backward waits for a plain all-reduce."""
-        return any(not flight.future.done() for flight in self._dense.flying)
+        return self._dense.waiting
 
     def interrupt(self) -> None:
         if self.waiting:
             error = ExchangeError("interrupted while waiting for an all-reduce")
-            for flight in self._dense.flying:
-                flight.end(error)
+            # First: as soon as one future has ended, the thread that trains may be at its next step.
+            self.session.lifecycle.close(error)
+            self._dense.fail(error)
             self.session.close(error)
 
     def _fail(self, error: ExchangeError) -> None:
