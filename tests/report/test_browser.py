@@ -67,9 +67,15 @@ def test_hover(browser: Browser, real_run: Path, tmp_path: Path) -> None:
     assert browser.run(shown) == "none"
     box = "document.querySelector('#gantt .u-over').getBoundingClientRect().toJSON()"
     frame = browser.run(box)
-    # The first row, at the very right: the training thread waits for the exchange.
-    rows = 2 + len(json.loads(browser.run("document.getElementById('data').textContent"))["runs"][0]["groups"])
-    browser.move(frame["right"] - 3, frame["top"] + frame["height"] / rows / 2)
+    # The first row, where the training thread waits for the exchange, in the traced step that is shown.
+    run = json.loads(browser.run("document.getElementById('data').textContent"))["runs"][0]
+    spans = run["traces"][int(browser.run("document.querySelector('select').value"))]["spans"]
+    ends = [(start, end) for _, _, _, start, end in [*spans, *run["predicted"]]]
+    low, high = min(0.0, *(start for start, _ in ends)), max(end for _, end in ends)
+    start, end = next((start, end) for _, name, _, start, end in spans if name == "waiting for the exchange")
+    rows = 2 + len(run["groups"])
+    across = ((start + end) / 2 - low) / (high - low)
+    browser.move(frame["left"] + across * frame["width"], frame["top"] + frame["height"] / rows / 2)
     assert browser.run(shown) == "block"
     tip = browser.run("document.querySelector('.tip').textContent")
     assert tip.startswith("waiting for the exchange\ntraining\n")
