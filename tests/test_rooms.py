@@ -1,12 +1,22 @@
-"""The rooms of `src/thinwire` import only downwards, in functions and for type checkers too."""
+"""The rooms of `src/thinwire` import only downwards, in functions too; no import hides a cycle, and no wire is a giant."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import thinwire
+from thinwire.auto.tuner import AutoTuner
+from thinwire.ddp.hook import BucketHook
+from thinwire.ddp.wire import DDPWire
+from thinwire.engine.exchange import Exchange
+from thinwire.engine.executor import Executor
+from thinwire.engine.session import Session
+from thinwire.updates.optimizer import LocalUpdates
 
 SOURCE = Path(thinwire.__file__).parent
 
@@ -75,3 +85,55 @@ def test_rooms_import_only_downwards() -> None:
         and (_room(file), room) not in ALLOWED
     ]
     assert not upward, "\n".join(upward)
+
+
+def _name(file: Path) -> str:
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_name(file): file for file in FILES}
+
+
+def _type_checking(tree: ast.AST) -> set[ast.AST]:
+    """What only type checkers read."""
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    return {inner for guard in guards for statement in guard.body for inner in ast.walk(statement)}
+
+
+def _modules_imported(name: str, file: Path) -> set[str]:
+    """The modules that a module imports at run time, wherever in it."""
+    tree = ast.parse(file.read_text())
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    found: set[str] = set()
+    for node in set(ast.walk(tree)) - _type_checking(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {full if (full := f"{module}.{alias.name}") in MODULES else module for alias in node.names}
+    return found & MODULES.keys() - {name}
+
+
+def test_no_import_hides_a_cycle() -> None:
+    graph = {name: _modules_imported(name, file) for name, file in MODULES.items()}
+    assert sum(len(imported) for imported in graph.values()) > len(MODULES)
+    graphlib.TopologicalSorter(graph).prepare()  # raises, and names the cycle
+
+
+MOST_METHODS = 30
+
+
+@pytest.mark.parametrize(
+    "kind", [DDPWire, AutoTuner, Exchange, LocalUpdates, Session, Executor, BucketHook], ids=lambda kind: kind.__name__
+)
+def test_a_wire_stays_small(kind: type) -> None:
+    ours = [base for base in kind.__mro__ if base.__module__.startswith("thinwire.")]
+    methods = {
+        name
+        for base in ours
+        for name, value in vars(base).items()
+        if callable(value) or isinstance(value, property | classmethod | staticmethod)
+    }
+    assert 0 < len(methods) <= MOST_METHODS, sorted(methods)
