@@ -36,7 +36,7 @@ ORDER = (
     ("comm",),
     ("messages",),
     ("kernels",),
-    ("errors", "log", "moved", "ranges", "suggest", "version"),
+    ("errors", "log", "moved", "ranges", "suggest", "traffic", "version"),
 )
 """From the top to the bottom; rooms on one line do not import each other."""
 

@@ -54,6 +54,9 @@ def test_what_a_job_writes(tmp_path: Path) -> None:
             assert step.seconds == pytest.approx(step.compute + step.exposed, abs=1e-6)
             assert 0.0 <= step.wire <= step.seconds
         assert sum(step.bytes or 0 for step in found.steps[2:]) == stats["bytes_per_step"] * stats["steps"]
+        link_bytes = sum(step.link_bytes or 0.0 for step in found.steps[2:])
+        assert link_bytes == pytest.approx(stats["link_bytes_per_step"] * stats["steps"])
+        assert [step.link_bytes for step in found.steps] == [step.bytes for step in found.steps], "of two ranks"
         assert [step.step for step in found.steps if step.residual_norm is not None] == [4, 8, 12]
         assert [step.target for step in found.steps[2:]] == pytest.approx([0.05] * 6 + [0.1] * 5)
         assert found.steps[5].density == pytest.approx(0.05, rel=0.3)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 import thinwire
 from tests import ranks
 from thinwire.cli.app import app
+from thinwire.comm.collectives import Collective, Pending
 from thinwire.lab import LabError, converge, converge_tables, converge_time, tasks, trainers
 from thinwire.lab.trainers import Exclusions, Method
 
@@ -84,6 +86,7 @@ def test_every_workload_has_rows_and_a_table(workload: str, data: Path, tmp_path
         assert not any(isinstance(value, dict | list) for value in row.values())
     dense, adacomp = content["summary"]["methods"]
     assert dense["compression_rate"] == pytest.approx(1.0)
+    assert {row["counted_by"] for row in content["rows"]} == {"formula"}
     assert adacomp["compression_rate"] > 5.0
     assert adacomp["difference"] is not None
     assert dense["difference"] is None
@@ -103,8 +106,8 @@ def test_models_learn_and_rates_are_told_by_layer(data: Path, tmp_path: Path) ->
     dense, adacomp, updates = json.loads((tmp_path / "out").read_text())["rows"]
     assert dense["value"] > 0.95
     assert adacomp["value"] > 0.9
-    assert adacomp["rate_conv"] > 15.0
-    assert adacomp["rate_dense"] > 20.0
+    assert adacomp["rate_conv"] > 7.0
+    assert adacomp["rate_dense"] > 10.0
     assert updates["value_shared"] is not None
     assert updates["residual_norm"] > 0.0
 
@@ -186,6 +189,32 @@ def test_summed_codecs_train_alike_in_memory_and_on_gloo(text: str, data: Path) 
     for parameters in ranks.run(3, _real, text, str(data), 1, 5)[:1]:
         for parameter, expected in zip(parameters, here, strict=True):
             torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-4)
+
+
+class _CountingWorld(thinwire.LocalWorld):
+    """Adds up what the collectives put on the link of the first rank."""
+
+    link_bytes = 0.0
+
+    def issue(self, round_: int, parts: Sequence[Collective], wake: Callable[[], None]) -> Pending:
+        self.link_bytes += parts[0].traffic(self.size)
+        return super().issue(round_, parts, wake)
+
+
+@pytest.mark.parametrize("text", ["topk(density=0.02)", "micro(density=0.02)", METHODS[1], "updates(adacomp, 0.3)"])
+def test_bytes_are_those_on_the_link(text: str, data: Path) -> None:
+    """All that the collectives of all steps put there, in gradient and in update space; evaluation sends no step's."""
+    world = _CountingWorld(4)
+    trainer = trainers.make(tasks.load("cifar-resnet", data, batch=8, steps=4), Method.parse(text), 0, 4, world)
+    before = world.link_bytes  # the start of training is no step
+    for _ in range(3):
+        trainer.step()
+    expected = world.link_bytes - before
+    assert expected > 0.0
+    assert trainer.numbers()["link_bytes"] == expected
+    trainer.evaluate()
+    assert trainer.numbers()["link_bytes"] == expected
+    trainer.close()
 
 
 @pytest.mark.parametrize("workload", ["mnist-cnn", "cifar-resnet", "shakespeare-lstm"])
@@ -302,6 +331,9 @@ def test_files_that_are_not_what_they_should_be(data: Path, tmp_path: Path) -> N
     (tmp_path / f"{spec.name}.checkpoint").write_bytes(os.urandom(100))
     with pytest.raises(LabError, match="cannot be read, remove it"):
         converge.run(options, converge.Watcher())
+    torch.save({"earlier": {"bytes": 1.0, "traffic": 2.0}}, tmp_path / f"{spec.name}.checkpoint")
+    with pytest.raises(LabError, match="counted other bytes: remove it"):
+        converge.run(options, converge.Watcher())
     (tmp_path / f"{spec.name}.json").write_text("{}")
     with pytest.raises(LabError, match="not the result of a run"):
         converge.run(options, converge.Watcher())
@@ -343,4 +375,5 @@ def test_time_to_accuracy_over_a_shaped_link(data: Path, tmp_path: Path) -> None
         assert row["steps"] % 20 == 0
         assert row["seconds_to_target"] == pytest.approx(row["setup_seconds"] + row["seconds"])
     assert rows[0]["speedup_over_fp32"] == 1.0
+    assert {row["counted_by"] for row in rows} == {"interface"}
     assert rows[1]["bytes_per_rank"] < 0.3 * rows[0]["bytes_per_rank"]

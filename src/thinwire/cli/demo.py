@@ -89,7 +89,7 @@ def _show(outcomes: list[Outcome], cluster: Cluster) -> None:
         table.add_column(column, justify="right")
     dense = outcomes[0]
     for outcome in outcomes:
-        size = outcome.bytes_per_step or outcome.stats.get("bytes_per_step")
+        size = outcome.bytes_per_step or outcome.stats.get("link_bytes_per_step")
         table.add_row(
             _name(outcome.method),
             f"{1000 * outcome.step_seconds:.0f} ms",

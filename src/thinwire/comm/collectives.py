@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import traffic
 from ..errors import ChainError
 
 Operation = Literal["gather", "sum", "average", "max", "all to all", "reduce", "collect", "broadcast", "idle"]
@@ -61,12 +62,12 @@ class Collective:
     def traffic(self, ranks: int) -> float:
         """Bytes that the busiest of `ranks` ranks sends or receives, whichever is more, as in the cost model."""
         if self.operation == "gather" or self.operation == "collect":
-            return float((ranks - 1) * self.bytes)
+            return traffic.all_gather(self.bytes, ranks)
         if self.operation == "all to all":
             return (ranks - 1) * self.bytes / ranks
         if self.operation in ("reduce", "broadcast"):
             return float(self.bytes) if ranks > 1 else 0.0
-        return 2 * (ranks - 1) * self.bytes / ranks
+        return traffic.all_reduce(self.bytes, ranks)
 
 
 @dataclass(frozen=True, slots=True)

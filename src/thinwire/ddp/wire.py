@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import traffic
 from ..codecs import Codec
 from ..codecs.driver import all_finite
 from ..comm.world import TorchWorld
@@ -129,8 +130,9 @@ def announce(wire: DDPWire) -> None:
     memory = (8 if session.safety.protected else 4) * kept / total if total else 0.0
     codecs = [codec.at(0, session.settings) for codec in layout.codecs()]
     estimate = [c.estimate(g.info(), session.world.size) for g, c in zip(layout.groups, codecs, strict=True)]
-    travel = sum(e.gathered + e.summed for e in estimate)
-    how = f"a rank hands over about {_bytes(travel)} per step instead of {_bytes(4 * total)}"
+    ranks = session.world.size
+    travel = sum(traffic.all_gather(e.gathered, ranks) + traffic.all_reduce(e.summed, ranks) for e in estimate)
+    how = f"about {_bytes(travel)} per step on a rank's link instead of {_bytes(traffic.dense(total, ranks))}"
     if strategy.chain:
         how = f"by the chain {strategy.chain}"
     if strategy.plan is not None and strategy.plan.predicted_seconds:

@@ -82,6 +82,7 @@ class Step(_Line, frozen=True):
     encode, decode  work of the exchange thread
     wire      how long at least one collective was under way
     bytes     handed over to collectives
+    link_bytes  what the link of this rank carried: by the formulas of `thinwire.traffic`, or by the counters of its interface
     density   elements sent, as a share of those that could have been; target: what the codec was asked for
     path      "layout", "dense" for steps that are plain all-reduces, "ddp" for steps without a hook
     """
@@ -101,6 +102,7 @@ class Step(_Line, frozen=True):
     skipped: bool = False
     path: str = "layout"
     groups: tuple[GroupStep, ...] = ()
+    link_bytes: Amount | None = None
 
 
 class Event(_Line, frozen=True):

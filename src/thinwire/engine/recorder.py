@@ -10,7 +10,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .. import traffic
 from ..comm.collectives import Scope
 from ..log import logger
 from ..planner.plan import Plan
@@ -41,8 +42,8 @@ class Progress:
 @dataclass
 class GroupStatistics:
     """Sums over all steps of one group. Seconds of `wire` run from the issue of a collective to its end, waits for
-    slower ranks included: the rank that waits least is the one that the others wait for. `traffic` are bytes that the
-    collectives put on the link of a rank, by scope."""
+    slower ranks included: the rank that waits least is the one that the others wait for. `bytes` are handed over to
+    collectives; `traffic` is what these put on the link of a rank, by scope."""
 
     name: str
     codec: str
@@ -82,6 +83,11 @@ class Statistics:
     groups: list[GroupStatistics] = field(init=False)
     last: list[Timing] = field(default_factory=list)
 
+    @property
+    def link_bytes(self) -> float:
+        """Bytes that the link of this rank carried; what stays inside of a node does not count."""
+        return sum(_outside(group.traffic) for group in self.groups)
+
     def __post_init__(self) -> None:
         self.groups = [GroupStatistics(group.name, group.codec, group.elements) for group in self.layout.groups]
 
@@ -110,6 +116,7 @@ class Statistics:
             "steps": self.steps,
             "skipped": self.skipped,
             "bytes_per_step": self.bytes / max(self.steps, 1),
+            "link_bytes_per_step": self.link_bytes / max(self.steps, 1),
             **{
                 key: sum(group[key] for group in groups)
                 for key in ("encode_seconds", "wire_seconds", "decode_seconds")
@@ -227,9 +234,11 @@ class Recorder:
         groups: tuple[journal.GroupStep, ...] = ()
         density = target = norm = None
         size, skipped = done.bytes, False
+        link_bytes = traffic.all_reduce(done.bytes, self.world)
         if rank_state is not None:
             groups = tuple([_of_group(by_group.get(at), run) for at, run in enumerate(rank_state.groups)])
             size, skipped = sum([group.bytes for group in groups]), rank_state.last_void
+            link_bytes = sum([_outside(run.way.traffic) for at, run in enumerate(rank_state.groups) if at in by_group])
             counted = [(g.sent, run.info.elements) for g, run in zip(groups, rank_state.groups, strict=True) if g.sent]
             density = _ratio(sum([sent for sent, _ in counted]), sum([elements for _, elements in counted]))
             target = _target(rank_state)
@@ -254,6 +263,7 @@ class Recorder:
             skipped,
             done.path,
             groups,
+            link_bytes,
         )
 
     def _summarise(self, line: journal.Step) -> None:
@@ -268,12 +278,12 @@ class Recorder:
         for name in ("seconds", "compute", "exposed", "encode", "wire", "decode"):
             known = [value for step in timed if (value := getattr(step, name)) is not None]
             parts.append(f"{1000 * sum(known) / len(known):.1f}" if known else "-")
-        size = sum(step.bytes or 0 for step in recent) / len(recent)
+        size = sum(step.link_bytes or 0.0 for step in recent) / len(recent)
         density = next((step.density for step in reversed(recent) if step.density is not None), None)
         norm = next((step.residual_norm for step in reversed(recent) if step.residual_norm is not None), None)
         skipped = sum(step.skipped for step in recent)
         logger.info(
-            "step %d: %s ms per step = %s computing + %s waiting (encode %s, wire %s, decode %s); %.3f MB per step%s%s%s",
+            "step %d: %s ms per step = %s computing + %s waiting (encode %s, wire %s, decode %s); %.3f MB on the link%s%s%s",
             line.step, *parts, size / 1e6,
             "" if density is None else f", density {density:.4g}",
             "" if norm is None else f", residual norm {norm:.4g}",
@@ -333,6 +343,11 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, until))
         until = max(until, stop)
     return total
+
+
+def _outside(by_scope: Mapping[Scope, float]) -> float:
+    """Of bytes by scope, those that leave the node."""
+    return sum([size for scope, size in by_scope.items() if scope != "intra"])
 
 
 def _ratio(part: float, whole: float) -> float | None:

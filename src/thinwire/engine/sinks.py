@@ -14,7 +14,8 @@ from .recorder import JsonLines, Sink
 
 def to_board(writer: Any) -> Sink:
     """Scalars for an object with `add_scalar`, as TensorBoard's SummaryWriter has it."""
-    names = ("seconds", "compute", "exposed", "encode", "wire", "decode", "bytes", "density", "residual_norm")
+    times = ("seconds", "compute", "exposed", "encode", "wire", "decode")
+    names = (*times, "bytes", "link_bytes", "density", "residual_norm")
 
     def write(line: journal.Line) -> None:
         if isinstance(line, journal.Step):

@@ -116,7 +116,11 @@ class Wire:
     # -- numbers -------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of this rank, means over steps: bytes it hands to collectives, seconds by phase, density, residual norm."""
+        """Numbers of this rank, means over steps: seconds by phase, density, residual norm, and bytes.
+
+        `bytes_per_step` are handed over to collectives, `link_bytes_per_step` is what these put on the rank's link: the
+        number to compare codecs by.
+        """
         session, executor = self.session, self.session.executor
         stats: dict[str, Any] = {
             "codec": str(session.strategy_now()),
@@ -125,7 +129,8 @@ class Wire:
             "dense_steps": session.progress.dense_steps,
         }
         if executor is None:
-            return {**stats, "steps": 0, "skipped": session.direct.skipped, "bytes_per_step": 0.0, "groups": []}
+            empty = {"bytes_per_step": 0.0, "link_bytes_per_step": 0.0, "groups": []}
+            return {**stats, "steps": 0, "skipped": session.direct.skipped, **empty}
         rank_state = executor.rank_states[0]
         return {
             **stats,

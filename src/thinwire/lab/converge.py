@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..comm.world import LocalWorld
-from . import trainers
+from . import run_file, trainers
 from .job_stream import Watcher
 from .netns import LabError
 from .tasks import Task, load
@@ -122,7 +122,7 @@ def run(options: Options, watcher: Watcher, todo: Sequence[Spec] | None = None) 
     for spec in todo:
         path = options.results / f"{spec.name}.json"
         with _claim(path.with_suffix(".lock")) as mine:
-            outcome = read(path)
+            outcome = run_file.read(path)
             if outcome is None and mine:
                 outcome = _train(spec, path, options.save_seconds, options.end, watcher)
             elif outcome is None:
@@ -132,17 +132,6 @@ def run(options: Options, watcher: Watcher, todo: Sequence[Spec] | None = None) 
         if outcome is not None:
             outcomes.append(outcome)
     return outcomes
-
-
-def read(path: Path) -> dict[str, Any] | None:
-    """The result of a run, or None if it is not complete."""
-    try:
-        content = json.loads(path.read_text())
-        return dict(content) if content["row"] and content["spec"] else None
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise LabError(f"{str(path)!r} is not the result of a run, remove it: {error!r}") from None
 
 
 @contextlib.contextmanager
@@ -196,7 +185,7 @@ class Record:
         self.losses: list[float] = []
         self.seconds = 0.0
         self.diverged = False
-        self._earlier = {"bytes": 0.0, "traffic": 0.0}
+        self._earlier = {"link_bytes": 0.0}
         self._earlier_groups: dict[str, float] = {}
 
     @property
@@ -259,6 +248,8 @@ class Record:
             content = torch.load(self.checkpoint, weights_only=True)
         except Exception as error:  # torch.load raises whatever the bytes make it raise
             raise LabError(f"{str(self.checkpoint)!r} cannot be read, remove it: {error}") from None
+        if set(content["earlier"]) != set(self._earlier):
+            raise LabError(f"{str(self.checkpoint)!r} is of another version, which counted other bytes: remove it")
         self.trainer.load(content["state"])
         self.trainer.done = content["done"]
         self.trace, self.curve, self.losses = content["trace"], content["curve"], content["losses"]
@@ -292,9 +283,7 @@ class Record:
             "steps": done,
             "diverged": self.diverged or last["value"] is None,
             "parameters": elements,
-            "bytes_per_rank": totals["bytes"] / done,
-            "traffic_per_rank": totals["traffic"] / done,
-            "compression_rate": 4.0 * elements * done / totals["bytes"] if totals["bytes"] else None,
+            **run_file.columns(totals["link_bytes"] / done, elements, spec.workers),
             "density": sum(late) / len(late) if late else None,
             "residual_norm": last["residual_norm"],
             "seconds": self.seconds,
@@ -308,7 +297,7 @@ class Record:
 def reference_of(options: Options, spec: Spec) -> dict[str, Any] | None:
     """The dense run with the same task, workers and seed, or None."""
     own = dataclasses.replace(spec, method=Method.parse(REFERENCE), exceptions=Exclusions())
-    return read(options.results / f"{own.name}.json")
+    return run_file.read(options.results / f"{own.name}.json")
 
 
 def _falls_on(done: int, steps: int, points: int) -> bool:

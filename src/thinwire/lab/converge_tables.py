@@ -69,7 +69,7 @@ def plot(path: Path, outcomes: Sequence[dict[str, Any]]) -> None:
     """Training loss over steps, bytes and time, and density over steps; one line per method, first seed only."""
     panels = {
         "step": ("steps", "loss"),
-        "bytes": ("bytes sent per rank", "loss"),
+        "link_bytes": ("bytes on the link of a rank", "loss"),
         "seconds": ("seconds of training", "loss"),
         "support": ("steps", "fraction of elements in the mean"),
     }
@@ -81,7 +81,7 @@ def plot(path: Path, outcomes: Sequence[dict[str, Any]]) -> None:
                 points = [(point[x], point[y]) for point in trace if point[x] is not None and point[y] is not None]
                 if points:
                     axes.plot(*zip(*points, strict=True), label=f"{row['method']}, {row['workers']} workers")
-            axes.set(xlabel=below, ylabel=beside, yscale="log", xscale="log" if key == "bytes" else "linear")
+            axes.set(xlabel=below, ylabel=beside, yscale="log", xscale="log" if key == "link_bytes" else "linear")
         drawn.axes[0].legend(fontsize="small")
 
 

@@ -10,9 +10,10 @@ from typing import Any
 from ..planner.plan import Plan
 from .bench_step import AUTO, BASE, PEER_NAMES
 from .cluster import Cluster
-from .converge import Unfinished, name_of, read
+from .converge import Unfinished, name_of
 from .job_stream import Watcher, calibrate, follow, worker
 from .netns import LabError, format_rate, parse_rate
+from .run_file import read
 from .tasks import load
 from .trainers import Method
 
@@ -124,7 +125,7 @@ def _one(cluster: Cluster, options: Options, method: str, seed: int) -> dict[str
     if "value" not in row:
         raise LabError(f"the job with {method} ended without a result")
     if cluster.mode == "loopback":
-        row["bytes_per_rank"] = row["compression_rate"] = None
+        row["bytes_per_rank"] = row["counted_by"] = row["compression_rate"] = None
     return {**row, "pinned": pinned}
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 
+from .. import traffic
 from ..engine.wire import Wire
 from .bench_step import BASE
 from .converge_time import PLAN, is_auto
@@ -129,7 +130,8 @@ def main() -> None:
             "value": value,
             "steps": step,
             "bytes_per_rank": sent_bytes / step,
-            "compression_rate": 4.0 * elements * step / sent_bytes if sent_bytes else None,
+            "counted_by": "interface",
+            "compression_rate": traffic.dense(elements, job.world) * step / sent_bytes if sent_bytes else None,
             "seconds": seconds,
             "setup_seconds": setup,
             "planning_seconds": planning,

@@ -59,9 +59,8 @@ class Outcome:
             for step, (seconds, loss, end) in enumerate(
                 zip(self.seconds, self.losses, list(ends)[1:], strict=True), 1
             ):
-                size = None if self.bytes_per_step is None else int(self.bytes_per_step)
                 for line in (
-                    journal.Step(step, end, seconds, bytes=size, path="ddp"),
+                    journal.Step(step, end, seconds, path="ddp", link_bytes=self.bytes_per_step),
                     journal.Note(step, end, {"loss": loss}),
                 ):
                     file.write(journal.encode(line) + b"\n")

@@ -125,8 +125,7 @@ def handed_over(run: MethodRun) -> tuple[float, float, float]:
     if wire is None or wire.executor is None:
         return 0, 0, 0
     statistics = wire.executor.statistics
-    traffic = sum(size for group in statistics.groups for scope, size in group.traffic.items() if scope != "intra")
-    return run.steps_of_wire, statistics.bytes, traffic
+    return run.steps_of_wire, statistics.bytes, statistics.link_bytes
 
 
 class Visitor:

@@ -59,7 +59,7 @@ def main() -> None:
             print(json.dumps({"step": step, "loss": mean.item(), "seconds": seconds}), flush=True)
     if rank == 0 and wire is not None:
         stats = wire.stats()
-        numbers = {key: stats.get(key) for key in ("steps", "bytes_per_step", "residual_norm")}
+        numbers = {key: stats.get(key) for key in ("steps", "bytes_per_step", "link_bytes_per_step", "residual_norm")}
         if isinstance(wire, DDPWire) and wire.tuner is not None:
             numbers["explained"] = wire.explain()
         print(json.dumps({"stats": numbers}), flush=True)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import traffic
 from ..chains.chain import choose
 from ..comm.world import LocalWorld
 from ..engine.exchange import GROUP_BYTES, Exchange
@@ -137,20 +138,18 @@ class Trainer(abc.ABC):
             part.load_state_dict(state[name])
 
     def numbers(self) -> dict[str, float]:
-        """Totals of this rank: bytes passed to collectives, their traffic on its link, and the norm of its residuals."""
+        """Totals of this rank: bytes on its link, by the formulas of the collectives, and the norm of its residuals."""
         executor = self.wire.executor
-        groups = executor.statistics.groups
         return {
-            "bytes": float(executor.statistics.bytes),
-            "traffic": sum(size for group in groups for size in group.traffic.values()),
+            "link_bytes": executor.statistics.link_bytes,
             "residual_norm": executor.rank_states[0].residuals.norm(),
         }
 
     def bytes_by_group(self) -> dict[str, float]:
-        """Total bytes by the names of the tensors of a group."""
+        """Total bytes on the link by the names of the tensors of a group."""
         executor = self.wire.executor
         pairs = zip(executor.layout.groups, executor.statistics.groups, strict=True)
-        return {",".join(slot.name for slot in group.slots): float(seen.bytes) for group, seen in pairs}
+        return {",".join(slot.name for slot in group.slots): sum(seen.traffic.values()) for group, seen in pairs}
 
     def _clip(self, gradient: Tensor) -> None:
         """Clip a gradient before error feedback, which bounds what is added to a residual."""
@@ -248,6 +247,7 @@ class LocalUpdateTrainer(Trainer):
         )
         self.wire, self.optimizer = self.updates.exchange, self.updates
         self.stateful = {"updates": self.updates}
+        self._evaluating = 0.0
 
     def _step(self) -> float:
         total = 0.0
@@ -263,20 +263,19 @@ class LocalUpdateTrainer(Trainer):
 
     def evaluate(self) -> dict[str, float]:
         """`value` is the metric of the settled model (DEF), `value_shared` that of the shared model (DEF-A)."""
-        found = {}
+        found, before = {}, self._link_bytes()
         for where, end in (("settled", ""), ("shared", "_shared")):
             with self.updates.at(where):  # type: ignore[arg-type]
                 found[f"test_loss{end}"], found[f"value{end}"] = self.task.evaluate(self.models[0])
+        self._evaluating += self._link_bytes() - before  # ranks exchange to find the settled model: no step's bytes
         return found
 
+    def _link_bytes(self) -> float:
+        return sum(wire.executor.statistics.link_bytes for wire in self.updates._backend.wires)
+
     def numbers(self) -> dict[str, float]:
-        stats = self.updates.stats()
-        handed = stats["bytes_per_step"] * stats["steps"]
-        return {
-            "bytes": handed,
-            "traffic": 2.0 * (self.workers - 1) / self.workers * handed,  # sums only
-            "residual_norm": stats["residual_norm"],
-        }
+        residual_norm = self.updates.stats()["residual_norm"]
+        return {"link_bytes": self._link_bytes() - self._evaluating, "residual_norm": residual_norm}
 
     def close(self) -> None:
         self.updates.close()
@@ -290,11 +289,11 @@ def make(
 
 
 def rates_by_kind(trainer: Trainer, bytes_by_group: dict[str, float], steps: int) -> dict[str, float]:
-    """Compression rates relative to fp32 by kind of layer; needs one group per tensor."""
+    """By kind of layer, how many times fewer bytes than dense the link carried; needs one group per tensor."""
     if not isinstance(trainer, GradientTrainer):
         return {}
     kinds = kinds_of(trainer.model)
-    sizes = {name: 4.0 * parameter.numel() * steps for name, parameter in trainer.named.items()}
+    sizes = {name: traffic.dense(p.numel(), trainer.workers) * steps for name, p in trainer.named.items()}
     whole: dict[str, float] = {}
     sent: dict[str, float] = {}
     for name, size in bytes_by_group.items():

@@ -17,7 +17,7 @@ POINTS = 2000
 """Most points of a curve; longer runs are averaged over neighbouring steps."""
 TRACES = 20
 
-COLUMNS = (*SECONDS, "bytes", "density", "target", "residual_norm")
+COLUMNS = (*SECONDS, "bytes", "link_bytes", "density", "target", "residual_norm")
 
 
 def content(given: Sequence[Run | Results]) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _rank(found: Journal) -> dict[str, Any]:
         "rank": found.start.rank,
         "host": found.start.host,
         **{name: mean(typical(steps), name) for name in SECONDS},
-        "bytes": mean(steps, "bytes"),
+        "link_bytes": mean(steps, "link_bytes"),
     }
 
 

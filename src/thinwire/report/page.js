@@ -233,8 +233,8 @@
     const ms = (values) => values.map((v) => (known(v) ? 1000 * v : null));
     part.append(cards([
       ["ms a step", milli(s.seconds)], ["ms computing", milli(s.compute)], ["ms waiting", milli(s.exposed)],
-      ["sent by a rank a step", size(s.bytes)],
-      ["less than dense", known(s.bytes) && s.dense_bytes ? plain(s.dense_bytes / s.bytes, 3) + " x" : "-"],
+      known(s.link_bytes) ? ["on a rank's link a step", size(s.link_bytes)] : ["handed over by a rank a step", size(s.bytes)],
+      ["less than dense", s.link_bytes && s.dense_bytes ? plain(s.dense_bytes / s.link_bytes, 3) + " x" : "-"],
       ["density", percent(s.density)], ["residual norm", plain(s.residual_norm)], ["loss", plain(s.loss)],
       ["steps", plain(s.steps, 9)], ["steps skipped", s.skipped ? String(s.skipped) : "-"],
     ]));
@@ -252,10 +252,13 @@
     } else if (some(c.seconds)) {
       box.append(lines("Step time", binned, c.step, "step", "ms", [{ label: "step", values: ms(c.seconds), colour: "red" }], { wide: true }));
     }
-    if (some(c.bytes)) {
+    if (some(c.link_bytes)) {
       const dense = s.dense_bytes ? [{ label: "dense", values: c.step.map(() => s.dense_bytes), colour: "grey", dash: true }] : [];
+      box.append(lines("Bytes a step", "On the link of this rank, by the formulas of its collectives; without a wire, by its interface's counters.",
+        c.step, "step", "", [{ label: "on the link", values: c.link_bytes, colour: "blue" }, ...dense], { format: size }));
+    } else if (some(c.bytes)) {
       box.append(lines("Bytes a step", "What this rank hands over to collectives.", c.step, "step", "",
-        [{ label: "sent", values: c.bytes, colour: "blue" }, ...dense], { format: size }));
+        [{ label: "handed over", values: c.bytes, colour: "blue" }], { format: size }));
     }
     if (some(c.density)) {
       box.append(lines("Density", "Share of the elements that travel, and what was asked for.", c.step, "step", "", [
@@ -274,7 +277,7 @@
       "Means over the middle half of the steps. The rank that waits least is the one that the others wait for."), table([
       { title: "rank", value: (r) => r.rank, text: true }, { title: "host", value: (r) => r.host, text: true },
       ...["seconds", "compute", "exposed", "encode", "wire", "decode"].map((name) => ({ title: name + " ms", value: (r) => milli(r[name]) })),
-      { title: "bytes", value: (r) => size(r.bytes) }], run.ranks));
+      { title: "on the link", value: (r) => size(r.link_bytes) }], run.ranks));
     if (run.events.length) part.append(element("h2", {}, "Events"), table([
       { title: "step", value: (e) => e[0] }, { title: "what", value: (e) => e[1], text: true }, { title: "", value: (e) => e[2], text: true }],
       run.events.slice(-200)));
@@ -299,7 +302,7 @@
         { title: "codec", value: (g) => element("code", {}, g.codec), text: true },
         { title: "why", value: (g) => g.why, text: true },
         { title: "tensors", value: (g) => g.tensors.length }, { title: "elements", value: (g) => plain(g.elements, 3) },
-        { title: "bytes", value: (g) => size(g.bytes) }, { title: "density", value: (g) => percent(g.density) },
+        { title: "handed over", value: (g) => size(g.bytes) }, { title: "density", value: (g) => percent(g.density) },
         { title: "encode ms", value: beside("encode") }, { title: "wire ms", value: beside("wire") }, { title: "decode ms", value: beside("decode") },
       ], run.groups));
   }
@@ -317,7 +320,7 @@
       { title: "ms a step", value: (r) => milli(r.summary.seconds) },
       { title: "faster than the first", value: (r) => (r.summary.seconds && base ? plain(base / r.summary.seconds, 3) + " x" : "-") },
       { title: "computing", value: (r) => milli(r.summary.compute) }, { title: "waiting", value: (r) => milli(r.summary.exposed) },
-      { title: "bytes a step", value: (r) => size(r.summary.bytes) }, { title: "density", value: (r) => percent(r.summary.density) },
+      { title: "on a link a step", value: (r) => size(r.summary.link_bytes) }, { title: "density", value: (r) => percent(r.summary.density) },
       { title: "loss", value: (r) => plain(r.summary.loss) }], runs));
     const box = element("div", { class: "charts" });
     box.append(overlay("Step time", "ms", runs.map((r) => [r.name, r.columns.step, r.columns.seconds.map((v) => (known(v) ? 1000 * v : null))]), "step", true));
@@ -327,8 +330,8 @@
       box.append(overlay(name + " over steps", "", having.map((r) => [r.name, r.notes[name].step, r.notes[name].value]), "step"));
       box.append(overlay(name + " over time", "", having.map((r) => [r.name, r.notes[name].time.map((t) => t - r.began), r.notes[name].value]), "seconds"));
     }
-    const sent = runs.filter((r) => some(r.columns.bytes));
-    if (sent.length) box.append(overlay("Bytes a step", "", sent.map((r) => [r.name, r.columns.step, r.columns.bytes]), "step", false, size));
+    const sent = runs.filter((r) => some(r.columns.link_bytes));
+    if (sent.length) box.append(overlay("Bytes a step on a rank's link", "", sent.map((r) => [r.name, r.columns.step, r.columns.link_bytes]), "step", false, size));
     const kept = runs.filter((r) => some(r.columns.residual_norm));
     if (kept.length > 1) box.append(overlay("Residual norm", "", kept.map((r) => [r.name, r.columns.step, r.columns.residual_norm]), "step"));
     part.append(box);

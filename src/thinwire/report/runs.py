@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from .. import traffic
 from ..engine import journal
 from ..engine.journal import Journal, Step
 from ..errors import JournalError
@@ -107,7 +108,8 @@ def summarise(run: Run, last: int | None = None) -> dict[str, Any]:
         "steps": max(found.by_step, default=0),
         **{name: mean(typical(steps), name) for name in SECONDS},
         "bytes": mean(steps, "bytes"),
-        "dense_bytes": 4 * elements if elements is not None else None,
+        "link_bytes": mean(steps, "link_bytes"),
+        "dense_bytes": traffic.dense(elements, found.start.world) if elements is not None else None,
         "density": mean(steps, "density"),
         "target": mean(steps[-1:], "target"),
         "residual_norm": next((s.residual_norm for s in reversed(found.steps) if s.residual_norm is not None), None),

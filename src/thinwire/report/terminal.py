@@ -70,10 +70,12 @@ def _split(row: dict[str, Any]) -> Table:
 
 def _sent(row: dict[str, Any]) -> str:
     parts = []
-    if row["bytes"] is not None:
-        parts.append(f"sends {row['bytes'] / 1e6:.3f} MB per step")
+    if row["link_bytes"] is not None:
+        parts.append(f"{row['link_bytes'] / 1e6:.3f} MB per step on the link")
         if row["dense_bytes"]:
-            parts[-1] += f" ({row['dense_bytes'] / max(row['bytes'], 1):.1f} times less than dense)"
+            parts[-1] += f" ({row['dense_bytes'] / max(row['link_bytes'], 1):.1f} times less than dense)"
+    elif row["bytes"] is not None:
+        parts.append(f"hands over {row['bytes'] / 1e6:.3f} MB per step")
     if row["density"] is not None:
         asked = f" of {100 * row['target']:.3g} %" if row["target"] is not None else ""
         parts.append(f"density {100 * row['density']:.3g} %{asked}")
@@ -90,7 +92,7 @@ def _groups(found: Journal, most: int) -> list[RenderableType]:
     if not groups or not steps or not most:
         return []
     table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
-    for title in ("group", "codec", "elements", "encode", "wire", "decode", "KB per step"):
+    for title in ("group", "codec", "elements", "encode", "wire", "decode", "KB handed over"):
         table.add_column(title, justify="left" if title in ("group", "codec") else "right")
     sums = [
         [

@@ -238,8 +238,8 @@ class LocalUpdates(Optimizer):
         return self._job.local_skipped
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of this rank; bytes are means over steps, with or without an exchange."""
-        bytes_ = sum(wire.executor.statistics.bytes for wire in self._backend.wires)
+        """Numbers of this rank; bytes, handed over and on the link, are means over steps with or without an exchange."""
+        statistics = [wire.executor.statistics for wire in self._backend.wires]
         residuals = [residual for residual in self._backend.residuals[0] if residual is not None]
         return {
             "codec": str(self.codec),
@@ -249,7 +249,8 @@ class LocalUpdates(Optimizer):
             "exchanges": self._backend.round,
             "skipped": self.skipped,
             "local_skipped": self.local_skipped,
-            "bytes_per_step": bytes_ / max(self.steps, 1),
+            "bytes_per_step": sum(each.bytes for each in statistics) / max(self.steps, 1),
+            "link_bytes_per_step": sum(each.link_bytes for each in statistics) / max(self.steps, 1),
             "strength": self.strength,
             "best_strength": self._job.balance.measured,
             "residual_norm": float(sum(residual.double().square().sum() for residual in residuals)) ** 0.5,
