@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -12,6 +11,7 @@ from ..comm.world import TorchWorld
 from ..engine.layout import TensorInfo
 from ..engine.strategy import Strategy
 from ..errors import ThinwireError
+from ..kernels import cache
 from ..planner.plan import Plan, Quality
 from ..planner.profile import Cluster, Profile, Tensor, fingerprint
 
@@ -22,8 +22,7 @@ Found: TypeAlias = tuple[Plan, Profile | None] | str | None
 def place(tensors: Sequence[TensorInfo], cluster: Cluster, quality: Quality) -> Path:
     """Where the plan of such a job is kept by default."""
     mark = fingerprint([Tensor(t.name, t.elements, t.kind, t.dtype, 0.0, t.shape) for t in tensors], cluster)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return cache / "thinwire" / "plans" / f"{mark}-{quality}.json"
+    return cache.base() / "plans" / f"{mark}-{quality}.json"
 
 
 def load(file: Path, quality: Quality, check: Callable[[Plan], None]) -> Found:

@@ -1,5 +1,6 @@
 """Auto-tuner: measures a job, plans it, switches to the plan, checks that it is faster, and goes on monitoring.
 
+    compiling  DDP alone, while a child compiles what planning and codecs need, unless the machine has it already
     watching   DDP alone, without a hook, for some steps; then links and codecs are measured between two of them
     trying     by the plan, for some steps, which are compared with those before
     running    what was chosen is kept; every few steps all ranks look together at step time, links and what is applied
@@ -20,6 +21,7 @@ from typing import Protocol
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.world import TorchWorld
+from ..engine.compiler import PLANNING
 from ..engine.strategy import Strategy
 from ..engine.warmup import compile_kernels
 from ..engine.watchdog import Watchdog
@@ -40,6 +42,7 @@ from ..planner.replan import (
 )
 from ..planner.search import by_buckets
 from .candidates import ROUNDS, candidates
+from .compiling import LONGEST, Compiling
 from .decisions import Decisions
 from .meter import Meter
 from .monitor import Monitor, Snapshot, probe_bytes
@@ -108,6 +111,7 @@ class AutoTuner:
         self._search: ReplanThread | None = None
         self._file = PlanFile(plan_file, quality, wire.session.job.tensors, world)
         self._profiling: Profiling | None = None
+        self._compiling = Compiling(world, [PLANNING, *candidates(quality, world, LONGEST_MEASUREMENT)])
         self.meter: Meter | None = None
 
     def begin(self) -> None:
@@ -123,7 +127,10 @@ class AutoTuner:
         assert module is not None
         self._profiling = Profiling(module, self._after_step)
         self.meter = Meter(self._profiling, self._world)
-        if saved is None:
+        if saved is None and not self._compiling.begin():
+            self.decisions.add("kernels are compiled beside the training, once per machine; DDP alone meanwhile")
+            self._rest(self._waiting_for_kernels)
+        elif saved is None:
             self.decisions.add("watching DDP alone, without a hook, for some steps")
         elif is_dense(saved):
             self.decisions.add(
@@ -168,6 +175,21 @@ class AutoTuner:
             if self.wire.error is not None:
                 raise
             self.decisions.add(f"nothing further is tried: {error}", loud=True)
+            self._rest(_nothing)
+
+    def _waiting_for_kernels(self) -> None:
+        state = self._compiling.step()
+        if state == "ready":
+            assert self._profiling is not None
+            self.decisions.add("kernels are compiled: watching DDP alone, without a hook, for some steps")
+            self._rest(self._watching)
+            self._profiling.begin()
+        elif state == "late":
+            self.decisions.add(
+                f"kernels are not compiled after {LONGEST:.0f} s: DDP stays alone in this run. `thinwire compile` "
+                "compiles them beforehand",
+                loud=True,
+            )
             self._rest(_nothing)
 
     def _watching(self) -> None:
@@ -439,6 +461,7 @@ class AutoTuner:
         return "\n".join([head, *self.decisions.lines(), f"now: {now}"])
 
     def close(self) -> None:
+        self._compiling.close()
         if self._profiling is not None:
             self._profiling.close()
 
