@@ -11,7 +11,7 @@ import json
 import statistics
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import thinwire
 from tests.ddp.reference import Ledger
 from tests.models import digest
 from thinwire.auto.meter import Meter
+from thinwire.auto.monitor import PERIOD
 from thinwire.auto.profiling import WATCHED
 from thinwire.ddp.wire import DDPWire
 from thinwire.planner.drift import scaled
@@ -48,12 +49,14 @@ class Machine:
     hook     how many times the seconds that are predicted its steps take with a hook
     native   the same of DDP alone
     crowd    threads for each core
+    waiting  seconds of each step that the thread has no core, from each step on; steps take so much longer
     """
 
     links: Mapping[int, float]
     hook: float = 1.0
     native: float = 1.0
     crowd: float = 1.0
+    waiting: Mapping[int, float] = field(default_factory=lambda: {0: 0.0})
 
 
 class Recorded(Meter):
@@ -64,13 +67,15 @@ class Recorded(Meter):
         self._known: dict[Any, float] = {}
         self._messages = 0
 
+    def _at(self, values: Mapping[int, float]) -> float:
+        return [value for since, value in values.items() if since <= self._wire.steps][-1]
+
     def _now(self) -> Profile:
-        links = [times for since, times in self._machine.links.items() if since <= self._wire.steps][-1]
-        return scaled(PROFILE, links)
+        return scaled(PROFILE, self._at(self._machine.links))
 
     def _noisy(self, seconds: float) -> float:
         noise = NOISE[dist.get_rank()]
-        return seconds * noise[self._wire.steps % len(noise)]
+        return seconds * noise[self._wire.steps % len(noise)] + self._at(self._machine.waiting)
 
     def _predicted(self, profile: Profile, groups: Sequence[PlanGroup]) -> float:
         key = (profile.links, tuple(groups))
@@ -90,6 +95,12 @@ class Recorded(Meter):
         assert tuner._profiling is not None
         groups = as_ddp(now, borders=tuner._profiling.borders(now))
         return self._machine.native * self._predicted(now, groups)
+
+    def stretched(self) -> float:
+        return 0.0
+
+    def load(self) -> tuple[float, float]:
+        return PERIOD * self._at(self._machine.waiting), 0.0
 
     def compute(self) -> Compute:
         now = self._now()

@@ -10,8 +10,9 @@ import thinwire
 from tests.auto.recorded import NOISE, Ended, Machine, job
 from tests.ranks import run
 from thinwire.auto.monitor import PERIOD
+from thinwire.auto.patience import DISAPPOINTMENTS, FIRST
 from thinwire.auto.profiling import WATCHED
-from thinwire.auto.tuner import CHECKED, SETTLE, WINDOW
+from thinwire.auto.tuner import CHECKED, GLANCE, SETTLE, WINDOW
 from thinwire.planner.drift import Cusum
 from thinwire.planner.replan import is_dense
 
@@ -46,21 +47,55 @@ def test_links_that_become_slow_and_fast_again_are_noticed() -> None:
     assert ended.hooked
 
 
-def test_a_link_that_changes_during_a_trial_is_planned_for() -> None:
-    """The trial takes far longer than was predicted: links are looked at before the plan is blamed for it."""
-    ended = _run(Machine({0: SLOW, WATCHED + 4: 500 * SLOW}), WATCHED + SETTLE + WINDOW + 3 * PERIOD)
-    assert [step for step, _ in ended.decisions[1:3]] == [WATCHED, WATCHED + SETTLE + WINDOW]
-    assert "switching to plan" in ended.decisions[1][1]
-    assert "links pass a byte in 500.00 times the seconds: planning again" in ended.decisions[2][1]
-    assert len(ended.decisions) > 3
+def test_a_trial_that_is_far_slower_goes_back_first_and_then_looks_at_links() -> None:
+    ended = _run(Machine({0: SLOW, WATCHED + 5: 500 * SLOW}), WATCHED + 2 * GLANCE + CHECKED + 3 * PERIOD)
+    switched, back, seen = ended.decisions[1:4]
+    assert "switching to plan" in switched[1]
+    assert back[0] == WATCHED + 2 * GLANCE, "long before the trial would have ended"
+    assert "not faster; gradients travel dense, by plain all-reduces" in back[1]
+    assert seen[0] == back[0] + CHECKED
+    assert "links pass a byte in 500.00 times the seconds: planning again" in seen[1]
+    assert len(ended.decisions) > 4
+
+
+def test_three_disappointments_in_a_row_end_it() -> None:
+    """Whatever is tried takes thrice as long as predicted, on links that change again and again."""
+    links = {0: SLOW} | {30 + 60 * times: SLOW * (20.0 if times % 2 == 0 else 1.0) for times in range(8)}
+    ended = _run(Machine(links, hook=40.0), 420)
+    texts = [text for _, text in ended.decisions]
+    assert sum("not faster" in text for text in texts) == DISAPPOINTMENTS
+    assert f"after {DISAPPOINTMENTS} of them in a row nothing else is tried" in texts[-1]
+    assert ended.words.endswith("now: dense")
+
+
+def test_a_busy_cpu_is_not_taken_for_slow_links() -> None:
+    """Steps take twice as long because the thread waits for a core; so do the messages."""
+    begin, end = 40, 90
+    ended = _run(Machine({0: FAST}, waiting={0: 0.0, begin: 0.4, end: 0.0}), 140)
+    said = [(step, text) for step, text in ended.decisions if "CPU contention, not links" in text]
+    assert begin < said[0][0] <= begin + 3 * PERIOD
+    assert end < said[-1][0] <= end + 3 * PERIOD, "that it ended is no change of links either"
+    assert not any("planning again, " in text or "switching" in text for _, text in ended.decisions)
+    assert not ended.hooked
 
 
 def test_steps_and_links_that_do_not_fit_are_watched_once_more() -> None:
-    ended = _run(Machine({0: SLOW}, native=2.0), WATCHED + CHECKED + 1)
+    ended = _run(Machine({0: SLOW}, native=1.8), WATCHED + CHECKED + 1)
     (first, doubt), (second, decision) = ended.decisions[1:]
     assert (first, second) == (WATCHED, WATCHED + CHECKED)
     assert f"by its links it should take 644 ms: watching {CHECKED} more steps" in doubt
     assert "switching to plan" in decision
+
+
+@pytest.mark.parametrize(("links", "native"), [(20 * SLOW, 0.3), (SLOW, 4.0)])
+def test_measurements_that_contradict_steps_are_thrown_away(links: float, native: float) -> None:
+    first = WATCHED + CHECKED
+    ended = _run(Machine({0: links}, native=native), first + FIRST + WATCHED + CHECKED + 2)
+    busy = [(step, text) for step, text in ended.decisions if "the machine is too busy to tell" in text]
+    assert [step for step, _ in busy] == [first, first + FIRST + WATCHED + CHECKED]
+    assert f"DDP stays alone, no hook is registered, looking again after {FIRST} steps" in busy[0][1]
+    assert f"looking again after {2 * FIRST} steps" in busy[1][1]
+    assert not ended.hooked
 
 
 @pytest.mark.parametrize(

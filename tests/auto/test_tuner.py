@@ -20,7 +20,7 @@ from tests.plans import plan_of
 from tests.ranks import RankError, run
 from thinwire.auto.meter import Meter
 from thinwire.auto.monitor import PERIOD
-from thinwire.auto.tuner import SETTLE, WINDOW
+from thinwire.auto.tuner import CHECKED, SETTLE, WINDOW
 from thinwire.codecs import CodecState, TopK, register
 from thinwire.comm.world import TorchWorld
 from thinwire.ddp.wire import DDPWire
@@ -49,22 +49,31 @@ register("overdrawn", Overdrawn)
 
 
 class Steady(Meter):
-    """Every step takes a second, every message a hundredth of one."""
+    """Every step takes a second, a dense one `native` seconds, every message a hundredth of one."""
+
+    def __init__(self, wire: DDPWire, native: float) -> None:
+        assert wire.tuner is not None
+        assert wire.tuner._profiling is not None
+        assert isinstance(wire.world, TorchWorld)
+        super().__init__(wire.tuner._profiling, wire.world)
+        self._wire, self._native = wire, native
 
     def step(self) -> float:
-        return 1.0
+        return self._native if self._wire.strategy.direct else 1.0
+
+    def stretched(self) -> float:
+        return 0.0
 
     def message(self, size: int) -> float:
         return 0.01
 
 
-def _attached(ddp: DistributedDataParallel, plan_file: str, **options: Any) -> DDPWire:
+def _attached(ddp: DistributedDataParallel, plan_file: str, native: float = 1.1, **options: Any) -> DDPWire:
     wire = thinwire.attach(ddp, plan_file=plan_file, **options)
     assert isinstance(wire, DDPWire)
     assert wire.tuner is not None
     if wire.tuner.meter is not None:
-        assert isinstance(wire.world, TorchWorld)
-        wire.tuner.meter = Steady(wire.tuner._profiling, wire.world)  # type: ignore[arg-type]
+        wire.tuner.meter = Steady(wire, native)
     return wire
 
 
@@ -76,9 +85,9 @@ def _plan(folder: Path, codec: str, ranks: int = 2, dense_seconds: float = 1.1, 
     return str(path)
 
 
-def _auto(plan_file: str, steps: int, **options: Any) -> tuple[str, bool, str, float]:
+def _auto(plan_file: str, steps: int, native: float = 1.1, **options: Any) -> tuple[str, bool, str, float]:
     ddp = wrapped()
-    wire = _attached(ddp, plan_file, **options)
+    wire = _attached(ddp, plan_file, native, **options)
     ledger = Ledger(ddp)
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), range(steps), each=lambda step: ledger.close_step())
     return wire.explain(), wire.hooked, digest(ddp), ledger.balance(wire)
@@ -100,7 +109,7 @@ def test_a_saved_plan_that_holds_what_it_promises_is_kept(tmp_path: Path) -> Non
 
 
 def test_a_plan_that_is_not_faster_is_given_up_and_nothing_is_lost(tmp_path: Path) -> None:
-    results = run(2, _auto, _plan(tmp_path, "topk(density=0.1)", dense_seconds=0.9), SETTLE + WINDOW + 4)
+    results = run(2, _auto, _plan(tmp_path, "topk(density=0.1)", dense_seconds=0.9), SETTLE + WINDOW + 4, 0.9)
     words, hooked, _, lost = results[0]
     assert results[0][2] == results[1][2]
     assert hooked
@@ -109,10 +118,10 @@ def test_a_plan_that_is_not_faster_is_given_up_and_nothing_is_lost(tmp_path: Pat
     assert lost <= 1e-5
 
 
-def _beside_plain(plan_file: str, promised: float, steps: int) -> tuple[str, str, float]:
+def _beside_plain(plan_file: str, native: float, promised: float) -> tuple[str, str, float]:
     """A plan, and a plain one that promises to take so many seconds."""
-    ddp = wrapped()
-    wire = _attached(ddp, plan_file)
+    ddp, steps = wrapped(), 2 * (SETTLE + WINDOW) + CHECKED + 4
+    wire = _attached(ddp, plan_file, native)
     plain = plan_of(SHAPES, [(list(SHAPES), "topk(density=0.2)")], 2, each=2)
     wire.tuner._plain = msgspec.structs.replace(plain, predicted_seconds=promised)
     ledger = Ledger(ddp)
@@ -133,7 +142,7 @@ def test_a_plan_is_compared_with_a_plain_one_that_may_be_faster(
     dense_seconds: float, promised: float, is_tried: bool, tmp_path: Path
 ) -> None:
     saved = _plan(tmp_path, "topk(density=0.1)", dense_seconds=dense_seconds, predicted_seconds=1.0)
-    (words, mine, lost), (_, other, _) = run(2, _beside_plain, saved, promised, 2 * (SETTLE + WINDOW) + 4)
+    (words, mine, lost), (_, other, _) = run(2, _beside_plain, saved, dense_seconds, promised)
     assert mine == other
     assert lost <= 1e-5
     tried = [line for line in words.splitlines() if "one codec for everything is predicted at" in line]

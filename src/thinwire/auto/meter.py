@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..comm.world import TorchWorld
 from ..planner.profile import Link, Profile
+from ..profiler.contention import LoadMeter
 from ..profiler.links import measure, probe
 from ..profiler.watch import Compute
 from .profiling import Profiling
@@ -16,10 +17,20 @@ class Meter:
 
     def __init__(self, profiling: Profiling, world: TorchWorld) -> None:
         self._profiling, self._world = profiling, world
+        self._load = LoadMeter()
 
     def step(self) -> float:
         """Seconds of the last step, from the start of forward to the end of the optimizer's step."""
         return self._profiling.watch.steps[-1].wall
+
+    def stretched(self) -> float:
+        """What the forward pass of the last step took longer than its thread worked."""
+        step = self._profiling.watch.steps[-1]
+        return step.forward * (1.0 - 1.0 / max(1.0, step.crowd))
+
+    def load(self) -> tuple[float, float]:
+        """Seconds for which this thread had no core, and involuntary switches, since the last call."""
+        return self._load()
 
     def compute(self) -> Compute:
         """What the steps watched so far computed."""

@@ -20,9 +20,13 @@ from ..engine.rank_state import RankState
 from ..engine.watchdog import Watchdog
 from ..planner.plan import Plan
 from ..planner.profile import Profile
+from ..profiler.contention import Load
 
 PERIOD = 8
 """Steps between two snapshots of all ranks."""
+
+NUMBERS = 7
+"""Numbers that are averaged before those of the watchdog."""
 
 PROBED, SMALLEST_PROBE, LARGEST_PROBE, LARGEST_SHARE = 2, 1 << 16, 1 << 20, 0.05
 """While a codec runs, every second snapshot times one message of so many bytes, of at most this share of a step: below 64 KB
@@ -33,7 +37,7 @@ what a link lets pass at once hides its rate."""
 class Snapshot:
     """Means over ranks of medians over some steps; whether rank 0 has a new plan; reason for a watchdog alarm, or empty."""
 
-    wall: float
+    load: Load
     link: float
     planned: bool
     alarm: str = ""
@@ -58,33 +62,50 @@ class Monitor:
     def rest(self) -> None:
         """What was seen so far says nothing about what comes now."""
         self._walls: list[float] = []
+        self._stretched: list[float] = []
         self._snapshots, self._void = 0, False
         self._under_way: _Reduction | None = None
 
     def step(
-        self, wall: float, rank_state: RankState | None, planned: bool, probe: Callable[[], float]
+        self,
+        step: tuple[float, float],
+        rank_state: RankState | None,
+        planned: bool,
+        probe: Callable[[], float],
+        load: Callable[[], tuple[float, float]],
     ) -> Snapshot | None:
         """Note what a step took; every `PERIOD` steps, what all ranks saw in those before the last ones.
 
-        rank_state   of the codec, if one is running
-        planned  whether this rank has a new plan
-        probe    times one message between all ranks; a collective
+        step        its seconds, and those that its forward pass was without a core
+        rank_state  of the codec, if one is running
+        planned     whether this rank has a new plan
+        probe       times one message between all ranks; a collective
+        load        seconds without a core and involuntary switches, since the last call
         """
-        self._walls.append(wall)
+        self._walls.append(step[0])
+        self._stretched.append(step[1])
         if rank_state is not None:
             self._void |= rank_state.last_void
         if len(self._walls) < PERIOD:
             return None
-        last, self._under_way = self._under_way, self._issue(rank_state, planned, probe)
-        self._walls, self._void = [], False
+        last, self._under_way = self._under_way, self._issue(rank_state, planned, probe, load())
+        self._walls, self._stretched, self._void = [], [], False
         if last is None:
             return None
         last.work.wait()
-        wall, link, anywhere, void = (float(number) for number in last.means[:4])
-        verdict = self._watchdog.judge(last.means[4:], last.applied) if last.applied.numel() and not void else None
-        return Snapshot(wall, link, bool(anywhere), verdict.reason if verdict is not None else "")
+        wall, waited, switches, stretched, link, anywhere, void = (float(number) for number in last.means[:NUMBERS])
+        judged = last.means[NUMBERS:]
+        verdict = self._watchdog.judge(judged, last.applied) if last.applied.numel() and not void else None
+        seen = Load(wall, waited, switches, stretched)
+        return Snapshot(seen, link, bool(anywhere), verdict.reason if verdict is not None else "")
 
-    def _issue(self, rank_state: RankState | None, planned: bool, probe: Callable[[], float]) -> _Reduction:
+    def _issue(
+        self,
+        rank_state: RankState | None,
+        planned: bool,
+        probe: Callable[[], float],
+        load: tuple[float, float],
+    ) -> _Reduction:
         """Begin to average what the ranks saw in the last steps."""
         self._snapshots += 1
         link, due, applied = 0.0, None, torch.empty(0)
@@ -96,7 +117,10 @@ class Monitor:
             self._watchdog.begin(unsent)
             if self._snapshots % PROBED == 0:
                 link = probe()
-        means = torch.tensor([statistics.median(self._walls), link, float(planned), float(self._void)])
+        wall, stretched = statistics.median(self._walls), statistics.median(self._stretched)
+        waited, switches = (count / PERIOD for count in load)
+        means = torch.tensor([wall, waited, switches, stretched, link, float(planned), float(self._void)])
+        assert len(means) == NUMBERS
         if due is not None:
             means = torch.cat([means, due])
         work = dist.all_reduce(means, op=dist.ReduceOp.AVG, group=self._world.parent, async_op=True)

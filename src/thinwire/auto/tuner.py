@@ -27,7 +27,6 @@ from ..engine.warmup import compile_kernels
 from ..engine.watchdog import Watchdog
 from ..engine.wire import Wire
 from ..errors import ThinwireError
-from ..planner.drift import Cusum
 from ..planner.plan import Plan, Quality
 from ..planner.profile import Profile
 from ..planner.replan import (
@@ -36,18 +35,23 @@ from ..planner.replan import (
     ReplanThread,
     best_plan_fitted,
     ddp_plan,
+    expected_step,
     is_dense,
     milliseconds,
     predict_ddp,
 )
 from ..planner.search import by_buckets
+from ..profiler.watch import unsteadiness
 from .candidates import ROUNDS, candidates
+from .changes import Changes
 from .compiling import LONGEST, Compiling
 from .decisions import Decisions
 from .meter import Meter
 from .monitor import Monitor, Snapshot, probe_bytes
+from .patience import DISAPPOINTMENTS, Patience
 from .plan_cache import Found, PlanFile
 from .profiling import Profiling
+from .sanity import TWICE, Evidence, Verdict, contradiction, judge, possible
 from .shared import from_rank_0, mean
 
 SETTLE, WINDOW = 8, 10
@@ -64,7 +68,10 @@ APART = 1.5
 """What was measured is so many times what was predicted, or the other way round: links may have changed meanwhile."""
 
 CHECKED = 5
-"""Steps of DDP alone that are watched once more in that case."""
+"""Steps of DDP alone that are watched once more in that case; and steps after a trial that was slower, before more is done."""
+
+GLANCE, FAR_SLOWER = 4, 2.0
+"""After so many steps of a trial, and after as many more, it is given up if steps take so many times what they took before."""
 
 CROWDED, MOST_CROWDED = 1.2, 2.0
 """Threads for every core from which on it is worth a word, and beyond which a hook is not taken to cost still more: plans
@@ -103,11 +110,12 @@ class AutoTuner:
         self._borders: list[int] = []
         self._before = wire.strategy
         self._plain: Plan | None = None
-        self._baseline = 0.0
+        self._baseline = self._expected = self._unsteady = 0.0
+        self._crowd, self._final = 1.0, False
         self._trial: list[float] = []
         self._paused = self._planning = False
-        self._monitor = Monitor(world, self.watchdog)
-        self._step_time, self._link_time = Cusum(), _watch_on_links()
+        self._monitor, self._changes = Monitor(world, self.watchdog), Changes()
+        self._patience = Patience()
         self._search: ReplanThread | None = None
         self._file = PlanFile(plan_file, quality, wire.session.job.tensors, world)
         self._profiling: Profiling | None = None
@@ -148,7 +156,7 @@ class AutoTuner:
             self._profiling.rest()
         self._trial = []
         self._monitor.rest()
-        self._step_time, self._link_time = Cusum(), _watch_on_links()
+        self._changes = Changes()
         self._phase = phase
 
     # -- between two steps ---------------------------------------------------------------------------------------------
@@ -199,8 +207,8 @@ class AutoTuner:
         if not profiling.ready:
             return
         found = meter.compute()
-        native, compute, crowd = mean(
-            self._world, found.wall, found.forward + found.backward + found.optimizer, found.crowd
+        native, compute, self._crowd, self._unsteady = mean(
+            self._world, found.wall, found.forward + found.backward + found.optimizer, found.crowd, found.unsteady
         )
         words = f"{milliseconds(compute)} of it computation"
         if native - compute < LEAST_GAIN * native:
@@ -211,44 +219,79 @@ class AutoTuner:
         profile = meter.profile(candidates(self.quality, self._world, budget), budget)
         self._borders = profiling.borders(profile)
         self._profile = profile = by_buckets(profile, self._borders)
-        expected: float = from_rank_0(self._world, lambda: predict_ddp(profile, self._borders), float)
-        if _apart(native, expected):
-            expectation = f"by its links it should take {milliseconds(expected)}"
+        self._expected = from_rank_0(self._world, lambda: predict_ddp(profile, self._borders), float)
+        if _apart(native, self._expected):
+            expectation = f"by its links it should take {milliseconds(self._expected)}"
             self.decisions.add(f"{_alone(native)}, {expectation}: watching {CHECKED} more steps")
-            self._rest(functools.partial(self._checking, profile, words, crowd))
+            self._rest(functools.partial(self._checking, words))
         else:
-            self._weigh(profile, native, words, crowd)
+            self._weigh(native, words)
 
-    def _checking(self, profile: Profile, words: str, crowd: float) -> None:
+    def _checking(self, words: str) -> None:
         """DDP alone once more, because its steps and the links, which were measured after them, did not fit."""
         assert self.meter is not None
         self._trial.append(self.meter.step())
         if len(self._trial) == CHECKED:
-            (native,) = mean(self._world, statistics.median(self._trial))
-            self._weigh(profile, native, words, crowd)
+            native, self._unsteady = mean(self._world, statistics.median(self._trial), unsteadiness(self._trial))
+            self._weigh(native, words)
 
-    def _weigh(self, profile: Profile, native: float, words: str, crowd: float) -> None:
-        """Whether the best plan is worth a hook. `crowd`: how many threads want each core."""
+    def _evidence(self, native: float) -> Evidence:
+        assert self._profile is not None
+        return Evidence(native, self._profile.compute, self._expected, unsteady=self._unsteady)
+
+    def _weigh(self, native: float, words: str) -> None:
+        """Whether the best plan is worth a hook."""
+        profile = self._profile
+        assert profile is not None
         self.native_seconds = self._baseline = native
+        if reason := contradiction(self._evidence(native)):
+            self._too_busy(f"{_alone(native)}, by its links it should take {milliseconds(self._expected)}: {reason}")
+            return
         choice: Choice = from_rank_0(
             self._world, lambda: best_plan_fitted(profile, self.quality, self._borders, native), Choice
         )
         self._profile = choice.profile
-        plan, predicted, least = choice.plan, choice.plan.predicted_seconds, LEAST_GAIN * min(crowd, MOST_CROWDED)
+        # Where threads wait for cores a hook costs more.
+        plan, predicted, least = (
+            choice.plan,
+            choice.plan.predicted_seconds,
+            LEAST_GAIN * min(self._crowd, MOST_CROWDED),
+        )
         gain = 1.0 - predicted / native
         words = f"{_alone(native)}, {words}; the best plan is predicted at {milliseconds(predicted)}, {gain:.0%} less"
-        if is_dense(plan) or gain < least:
-            reason = f", with {crowd:.1f} threads for every core" if crowd > CROWDED else ""
-            self._stay(f"{words}, where a hook may cost {least:.0%}{reason}", choice.considered)
-        else:
-            self._switch(plan, words, choice.considered, choice.plain)
+        match judge(self._evidence(native), predicted, least):
+            case Verdict.BUSY:
+                self._too_busy(words)
+            case Verdict.ACT if not is_dense(plan):
+                self._switch(plan, words, choice.considered, choice.plain)
+            case _:
+                reason = f", with {self._crowd:.1f} threads for every core" if self._crowd > CROWDED else ""
+                self._stay(f"{words}, where a hook may cost {least:.0%}{reason}", choice.considered)
 
     def _stay(self, words: str, considered: Sequence[str] = ()) -> None:
-        how = "gradients travel dense" if self._hook.registered else "DDP stays alone, no hook is registered"
-        self.decisions.add(f"{words}; {how}", considered)
+        self.decisions.add(f"{words}; {self._how}", considered)
         if self._profile is not None:
             self._save(ddp_plan(self._profile, self.quality, self.native_seconds, self._borders))
         self._rest(self._running)
+
+    def _too_busy(self, words: str) -> None:
+        """What was measured is thrown away; there is another look, later each time."""
+        self._profile, again = None, not self._patience.tried
+        steps = self._patience.wait()
+        busy = f"the machine is too busy to tell; {self._how}, looking again after {steps} steps"
+        self.decisions.add(f"{words}; {busy}", loud=again)
+        self._rest(functools.partial(self._waiting, self.wire.steps + steps))
+
+    def _waiting(self, until: int) -> None:
+        """No measurement can be trusted for now."""
+        assert self._profiling is not None
+        if self.wire.steps >= until:
+            self._profiling.begin()
+            self._phase = self._watching
+
+    @property
+    def _how(self) -> str:
+        return "gradients travel dense" if self._hook.registered else "DDP stays alone, no hook is registered"
 
     def _switch(self, plan: Plan, words: str, considered: Sequence[str] = (), plain: Plan | None = None) -> None:
         """From the next step on by this plan, on trial; `plain` is tried too if it promises more than this one keeps."""
@@ -265,54 +308,80 @@ class AutoTuner:
         if snapshot is not None and snapshot.alarm:
             self._give_up(snapshot.alarm)
             return
-        if len(self._trial) < SETTLE + WINDOW:
+        count, plan = len(self._trial), self.wire.plan
+        ended = count == SETTLE + WINDOW
+        if not ended and (count > SETTLE or count % GLANCE):
             return
-        (measured,) = mean(self._world, statistics.median(self._trial[SETTLE:]))
-        plan, before = self.wire.plan, self._before
+        seen = self._trial[SETTLE:] if ended else self._trial[-GLANCE:]
+        (measured,) = mean(self._world, statistics.median(seen))
         words = (
             f"{milliseconds(measured)} per step, predicted {milliseconds(plan.predicted_seconds)}, "
             f"before {milliseconds(self._baseline)}"
         )
-        if self._finds_links_changed(plan, measured, words) or self._tries_plain(plan, measured, words):
-            return
-        if measured < self._baseline:
-            self.decisions.add(f"{words}: kept")
+        if measured > FAR_SLOWER * self._baseline or (ended and measured >= self._baseline):
+            self._go_back(words, measured)
+        elif ended:
+            self._patience.satisfied()
+            if self._tries_plain(plan, measured, words):
+                return
             self._save(plan)
+            if _apart(measured, plan.predicted_seconds) and self._plans_for_links(words, measured):
+                self._phase = self._running
+                return
+            self.decisions.add(f"{words}: kept")
             self._phase = self._running  # what is under way goes on
-            return
+
+    def _go_back(self, words: str, measured: float) -> None:
+        """A trial was slower: first back to what was before, then think about it."""
+        before, plain = self._before, self._plain
         self._go_over(before.plan if before.plan is not None else "dense")
         back = f"back to {before}" if before.plan is not None else "gradients travel dense, by plain all-reduces"
-        self.decisions.add(f"{words}: not faster; {back}")
+        words = f"{words}: not faster; {back}"
         if self._profile is not None and before.plan is None:
             self._save(ddp_plan(self._profile, self.quality, self._baseline, self._borders))
-        self._rest(self._running)
+        if self._patience.disappointed():
+            self.decisions.add(f"{words}; after {DISAPPOINTMENTS} of them in a row nothing else is tried", loud=True)
+            self._final = True
+            self._rest(self._running)
+            return
+        self.decisions.add(words)
+        self._rest(functools.partial(self._thinking, measured, plain))
 
-    def _finds_links_changed(self, plan: Plan, measured: float, words: str) -> bool:
-        """Whether a trial went so far from its prediction because links changed: then another plan is sought."""
-        if self._profile is None or not _apart(measured, plan.predicted_seconds):
+    def _thinking(self, tried: float, plain: Plan | None) -> None:
+        """Some steps after a trial that was slower: why, and whether something else is worth one."""
+        assert self.meter is not None
+        self._trial.append(self.meter.step())
+        if len(self._trial) < CHECKED:
+            return
+        (now,) = mean(self._world, statistics.median(self._trial))
+        words = f"{milliseconds(now)} per step since, {milliseconds(tried)} in the trial"
+        self._baseline = now
+        self._rest(self._running)
+        if self._plans_for_links(words, now):
+            return
+        if plain is not None and plain.predicted_seconds <= (1.0 - HYSTERESIS) * now:
+            said = f"{words}; one codec for everything is predicted at {milliseconds(plain.predicted_seconds)}"
+            self._switch(plain, said)
+
+    def _plans_for_links(self, words: str, seconds: float) -> bool:
+        """Whether links are not what they were when the plan was made: then another one is sought."""
+        if self._profile is None or self._planning:
             return False
-        (links,) = mean(self._world, self._links_now(self._profile, measured))
-        if not _apart(links, 1.0):
+        links = self._links_now(seconds)
+        if links is None or not _apart(links, 1.0):
             return False
-        if measured < self._baseline:
-            self._save(plan)
-        self._seek(words, links, measured)
-        self._phase = self._running
+        self._seek(words, links, seconds)
         return True
 
     def _tries_plain(self, plan: Plan, measured: float, words: str) -> bool:
         """Whether the plain plan may be as fast by what is predicted: it asks less of the machine, so it is tried too."""
-        plain, before, faster = self._plain, self._before, measured < self._baseline
-        most = (1.0 + HYSTERESIS) * measured if faster else (1.0 - HYSTERESIS) * self._baseline
-        if plain is None or plain.predicted_seconds > most:
+        plain = self._plain
+        if plain is None or plain.predicted_seconds > (1.0 + HYSTERESIS) * measured:
             return False
-        if faster:
-            self._baseline = measured
-            self._save(plan)
+        self._baseline = measured
+        self._save(plan)
         said = f"{words}; one codec for everything is predicted at {milliseconds(plain.predicted_seconds)}"
         self._switch(plain, said)
-        if not faster:
-            self._before = before
         return True
 
     def _running(self) -> None:
@@ -322,10 +391,10 @@ class AutoTuner:
         if snapshot.alarm:
             self._give_up(snapshot.alarm)
             return
-        changed = self._step_time.observe(snapshot.wall) | self._link_time.observe(snapshot.link)
+        changed = self._changes.observe(snapshot)
         if snapshot.planned:
             self._adopt()
-        elif changed and not self._planning:
+        elif changed and not self._planning and not self._final:
             self._plan_again()
 
     def _give_up(self, reason: str) -> None:
@@ -345,26 +414,29 @@ class AutoTuner:
         session = self.wire.session
         executor = session.executor if not session.direct.last else None
         return self._monitor.step(
-            meter.step(),
+            (meter.step(), meter.stretched()),
             executor.rank_states[0] if executor is not None else None,
             self._search is not None and self._search.done,
             lambda: meter.message(probe_bytes(self._profile, self.wire.plan)),
+            meter.load,
         )
 
     def _plan_again(self) -> None:
-        step, link = self._step_time, self._link_time
         assert self._profiling is not None
-        words = f"steps went from {milliseconds(step.level)} to {milliseconds(step.last)}"
-        if link.level > 0.0:
-            words += f", a message between them from {milliseconds(link.level)} to {milliseconds(link.last)}"
-        if self._profile is None:  # this run began with a plan that was saved without one
+        words, seconds = self._changes.words(), self._changes.seconds
+        if self._changes.cpu_explains:
+            self.decisions.add(f"{words}: CPU contention, not links; nothing is planned again")
+            self._rest(self._running)
+        elif self._profile is None:  # this run began with a plan that was saved without one
             if self._hook.registered:
                 self._go_over("dense")
             self.decisions.add(f"{words}: the job is measured again")
             self._rest(self._watching)
             self._profiling.begin()
-            return
-        self._seek(words, self._links_now(self._profile, step.last), step.last)
+        elif (links := self._links_now(seconds)) is None:
+            self._rest(self._running)
+        else:
+            self._seek(words, links, seconds)
 
     def _seek(self, words: str, links: float, seconds: float) -> None:
         """Look for another plan, beside the training, for links that need `links` times as long; a step takes `seconds`."""
@@ -379,22 +451,39 @@ class AutoTuner:
             request = ReplanRequest(self._profile, self.wire.plan, self.quality, links, seconds, self._borders)
             self._search = ReplanThread(request)
 
-    def _links_now(self, profile: Profile, step: float) -> float:
-        """How many times the seconds of the profile links need for a byte. Takes about a step."""
+    def _links_now(self, step: float) -> float | None:
+        """How many times the seconds of the profile links need for a byte; None if that cannot be true. Takes about a step.
+
+        step  what a step takes now: what links say is checked against it
+        """
+        profile, plan = self._profile, self.wire.plan
+        assert profile is not None
         assert self.meter is not None
-        now, before = self.meter.link(min(1.0, max(0.2, step))), profile.link("all_gather", "flat")
+        now, before = self.meter.link(min(0.5, max(0.2, step))), profile.link("all_gather", "flat")
         (small, _), (large, _) = now.points[0], now.points[-1]
         difference = max(before.seconds(large) - before.seconds(small), 1e-9)
-        return max((now.seconds(large) - now.seconds(small)) / difference, 1e-3)
+        (links,) = mean(self._world, max((now.seconds(large) - now.seconds(small)) / difference, 1e-3))
+        expected: float = from_rank_0(self._world, lambda: expected_step(profile, plan, links, self._borders), float)
+        if expected <= TWICE * step:
+            return links
+        told = f"links seem to pass a byte in {links:.2f} times the seconds, by which a step would take"
+        self.decisions.add(
+            f"{told} {milliseconds(expected)} and not {milliseconds(step)}: the machine is too busy to tell"
+        )
+        return None
 
     def _adopt(self) -> None:
         search, self._search, self._planning = self._search, None, False
         choice: Choice = from_rank_0(self._world, lambda: search.result() if search is not None else None, Choice)
         self._profile, plan = choice.profile, choice.plan
         gain = 1.0 - plan.predicted_seconds / choice.present
+        alone = plan.dense_seconds if not self.wire.strategy.direct else choice.present
+        evidence = Evidence(alone, choice.profile.compute, alone)
         words = f"predicted {milliseconds(plan.predicted_seconds)} per step instead of {milliseconds(choice.present)}"
-        if gain < HYSTERESIS or (is_dense(plan) and self.wire.strategy.direct):
-            self.decisions.add(f"the best plan is {words}: no change", choice.considered)
+        believed = possible(evidence, plan.predicted_seconds)
+        if gain < HYSTERESIS or not believed or (is_dense(plan) and self.wire.strategy.direct):
+            doubt = "" if believed else ", which is not possible"
+            self.decisions.add(f"the best plan is {words}{doubt}: no change", choice.considered)
             if self.wire.plan is not None:
                 self._save(self.wire.plan)
             self._rest(self._running)
@@ -464,11 +553,6 @@ class AutoTuner:
         self._compiling.close()
         if self._profiling is not None:
             self._profiling.close()
-
-
-def _watch_on_links() -> Cusum:
-    """Single messages vary much: only what takes several times as long, or twice as long twice, is a change."""
-    return Cusum(allowed=0.5, alarm=0.5)
 
 
 def _alone(seconds: float) -> str:

@@ -25,33 +25,42 @@ FURTHEST = 4.0
 class Choice:
     """A plan and its alternatives.
 
-    considered  a line of text per alternative
+    compared    each alternative: its name, predicted seconds, and what else there is to say of it
     plain       the fastest plan with a single codec in DDP's own buckets; None if that is the plan itself, or dense
     present     predicted seconds of the plan in use
     """
 
     profile: Profile
     plan: Plan
-    considered: tuple[str, ...]
+    compared: tuple[tuple[str, float, str], ...]
     plain: Plan | None = None
     present: float = 0.0
 
-    def rescaled(self, factor: float) -> Choice:
-        """With all predicted step times multiplied by `factor`."""
+    @property
+    def considered(self) -> list[str]:
+        """A line of text per alternative."""
+        return [f"{name}: {milliseconds(seconds)}, {words}" for name, seconds, words in self.compared]
+
+    def rescaled(self, factor: float, compute: float) -> Choice:
+        """With all step times multiplied by `factor`, but none shorter than `compute`, whatever was measured."""
+
+        def rescale(seconds: float) -> float:
+            return max(compute, seconds * factor)
 
         def longer(plan: Plan) -> Plan:
             return msgspec.structs.replace(
-                plan, predicted_seconds=plan.predicted_seconds * factor, dense_seconds=plan.dense_seconds * factor
+                plan, predicted_seconds=rescale(plan.predicted_seconds), dense_seconds=rescale(plan.dense_seconds)
             )
 
         plain = None if self.plain is None else longer(self.plain)
-        return replace(self, plan=longer(self.plan), plain=plain)
+        compared = tuple((name, rescale(seconds), words) for name, seconds, words in self.compared)
+        return replace(self, plan=longer(self.plan), plain=plain, compared=compared)
 
 
 def best_plan(profile: Profile, quality: Quality, borders: Sequence[int] = ()) -> Choice:
     """The best plan, compared with every single codec in DDP's own buckets."""
     plan = choose(profile, quality=quality, borders=borders)
-    words = [f"{describe(plan)}: {milliseconds(plan.predicted_seconds)}, loss {plan.loss:.2f}"]
+    compared = [(describe(plan), plan.predicted_seconds, f"loss {plan.loss:.2f}")]
     plain: Plan | None = None
     for cost in profile.codecs:
         name = f"{cost.codec} via {cost.chain}" if cost.chain else cost.codec
@@ -59,12 +68,12 @@ def best_plan(profile: Profile, quality: Quality, borders: Sequence[int] = ()) -
         seconds = predict(profile, groups).seconds
         allowed = cost.loss <= LOSSES[quality]
         outside = "" if allowed else f", not in quality {quality!r}"
-        words.append(f"{name} for everything: {milliseconds(seconds)}, loss {cost.loss:.2f}{outside}")
+        compared.append((f"{name} for everything", seconds, f"loss {cost.loss:.2f}{outside}"))
         if allowed and (plain is None or seconds < plain.predicted_seconds):
             plain = msgspec.structs.replace(plan, groups=groups, predicted_seconds=seconds, loss=cost.loss)
     if plain is not None and (is_dense(plain) or describe(plain) == describe(plan)):
         plain = None
-    return Choice(profile, plan, tuple(words), plain)
+    return Choice(profile, plan, tuple(compared), plain)
 
 
 def fit_to_ddp(profile: Profile, seconds: float, borders: Sequence[int] = ()) -> Profile:
@@ -97,7 +106,7 @@ def best_plan_fitted(profile: Profile, quality: Quality, borders: Sequence[int],
     """The best plan of a job whose steps take `seconds` with plain DDP."""
     profile = fit_to_ddp(profile, seconds, borders)
     found = best_plan(apply_fit(profile), quality, borders)
-    return replace(found.rescaled(seconds / found.plan.dense_seconds), profile=profile)
+    return replace(found.rescaled(seconds / found.plan.dense_seconds, profile.compute), profile=profile)
 
 
 def ddp_plan(profile: Profile, quality: Quality, seconds: float, borders: Sequence[int] = ()) -> Plan:
@@ -127,6 +136,19 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
+def with_links(profile: Profile, links: float) -> Profile:
+    """The profile with links that need `links` times the seconds for a byte."""
+    # The CPU time per byte does not depend on the link.
+    times = max(1.0 + (profile.fit - 1.0) / links, 1.0 / FURTHEST)
+    return msgspec.structs.replace(scaled(profile, links), fit=times)
+
+
+def expected_step(profile: Profile, plan: Plan | None, links: float, borders: Sequence[int] = ()) -> float:
+    """Predicted step time of a plan, or of plain DDP, with links that need `links` times the seconds for a byte."""
+    now = apply_fit(with_links(profile, links))
+    return predict(now, plan.groups if plan is not None else as_ddp(now, borders=borders)).seconds
+
+
 @dataclass(frozen=True)
 class ReplanRequest:
     """A job whose links have changed.
@@ -148,16 +170,14 @@ class ReplanRequest:
 
 def replan(request: ReplanRequest) -> Choice:
     """The best plan with the links as they are now."""
-    profile, links, borders = request.profile, request.links, request.borders
-    # The CPU time per byte does not depend on the link.
-    times = max(1.0 + (profile.fit - 1.0) / links, 1.0 / FURTHEST)
-    profile = msgspec.structs.replace(scaled(profile, links), fit=times)
+    borders = request.borders
+    profile = with_links(request.profile, request.links)
     now = apply_fit(profile)
     found = best_plan(now, request.quality, borders)
     # The prediction error of the plan in use applies to the new plan too.
     groups = request.present.groups if request.present is not None else as_ddp(now, borders=borders)
     error = request.seconds / predict(now, groups).seconds
-    return replace(found.rescaled(error), profile=profile, present=request.seconds)
+    return replace(found.rescaled(error, now.compute), profile=profile, present=request.seconds)
 
 
 class ReplanThread:

@@ -47,6 +47,8 @@ class Compute:
     """How many threads want each core, as far as a thread that does nothing but compute can tell."""
     steps: tuple[float, ...] = ()
     """What each step computed, from forward to optimizer: ranks wait for the slowest in every one of them."""
+    unsteady: float = 0.0
+    """Interquartile range of the walls of the steps, relative to their median."""
 
     def undisturbed(
         self, sizes: Mapping[str, int], buckets: Sequence[int], seconds: Callable[[float], float], beside: Beside
@@ -75,6 +77,14 @@ class Compute:
                 filled -= waiting[0]
                 wire_free = max(wire_free, wall) + seconds(waiting.pop(0))
         return replace(self, ready=ready, backward=max(ready.values(), default=0.0))
+
+
+def unsteadiness(walls: Sequence[float]) -> float:
+    """The interquartile range of some seconds, relative to their median."""
+    if len(walls) < 4:
+        return 0.0
+    low, middle, high = statistics.quantiles(walls, n=4)
+    return (high - low) / middle if middle > 0.0 else 0.0
 
 
 class Watch:
@@ -150,14 +160,16 @@ class Watch:
         names = [name for name in steps[-1].ready if all(name in step.ready for step in steps)]
         ready = {name: statistics.median(step.ready[name] for step in steps) for name in names}
         ready = dict(sorted(ready.items(), key=lambda item: item[1]))
+        walls = [step.wall for step in plain]
         return Compute(
             forward=statistics.median(step.forward for step in steps),
             backward=max(ready.values()),
             optimizer=statistics.median(step.optimizer for step in steps),
-            wall=statistics.median(step.wall for step in plain),
+            wall=statistics.median(walls),
             ready=ready,
             crowd=max(1.0, statistics.median(step.crowd for step in steps)),
             steps=tuple(step.forward + max(step.ready.values(), default=0.0) + step.optimizer for step in steps),
+            unsteady=unsteadiness(walls),
         )
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
