@@ -2,123 +2,157 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..lab.cluster import Cluster
+from ..lab.demo_setup import LEARNING_RATE, NODES, RATE, Setup
 from ..lab.results import write
-from .console import JsonFile, console, errors, failure, output, progress
+from .console import JsonFile, can_be_written, console, errors, output
 
 if TYPE_CHECKING:
     from ..lab.demo import Outcome
+    from .verdict import Link, Pair
 
 
 def demo(
     codec: Annotated[
         str, typer.Option(help="How gradients are compressed: auto, or a codec such as 'micro(density=0.01)'.")
     ] = "auto",
-    rate: Annotated[str, typer.Option(help="Rate of the link between the two machines.")] = "100mbit",
-    steps: Annotated[int, typer.Option(help="Training steps of each run.", min=10)] = 80,
+    rate: Annotated[
+        str, typer.Option(help="Rate of the links between the machines: 100mbit, 1gbit, ...; none: not shaped.")
+    ] = RATE,
+    nodes: Annotated[int, typer.Option(help="Number of emulated machines.", min=2, max=64)] = NODES,
+    minutes: Annotated[
+        float | None, typer.Option(help="About how long both runs may take together; default: 2.", min=0.5, max=120)
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps of each run, instead of --minutes.", min=10)
+    ] = None,
+    lr: Annotated[
+        float, typer.Option(help="Peak of the learning rate, the same in both runs.", min=1e-4, max=100.0)
+    ] = LEARNING_RATE,
     data: Annotated[Path | None, typer.Option(help="Text file to train on; default: Python's help texts.")] = None,
-    report: Annotated[Path, typer.Option(help="Write an HTML report of both runs to this file.")] = Path(
-        "report.html"
-    ),
+    report: Annotated[
+        Path, typer.Option(callback=can_be_written, help="Write an HTML report of both runs to this file.")
+    ] = Path("report.html"),
     json_file: JsonFile = None,
 ) -> None:
-    """Train a small GPT on two emulated machines joined by a slow link, with plain DDP and with thinwire.
+    """Train a small GPT on emulated machines joined by slow links, with plain DDP and with thinwire.
 
-    Example: thinwire demo --rate 1gbit --codec 'topk(density=0.01)'
+    Example: thinwire demo --rate 1gbit --minutes 1
     """
     with errors():
-        if codec != "auto":
-            from ..codecs import parse
+        setup = Setup(codec, rate, nodes, minutes, steps, lr, data)
+        setup.check()
+        with Cluster(nodes, rate=rate) as cluster, tempfile.TemporaryDirectory() as folder:
+            from . import verdict
 
-            parse(codec)
-        if data is not None and not data.is_file():
-            raise failure(f"there is no file {str(data)!r}")
-        with Cluster(2, rate=rate) as cluster:
-            if cluster.why:
-                console.print(f"[yellow]{escape(cluster.why)}[/yellow]", soft_wrap=True)
+            link = verdict.Link(cluster.rate, cluster.shaped, cluster.why)
+            if link.why_not:
+                console.print(f"[yellow]{escape(verdict.not_shown(link))}[/yellow]")
             else:
-                console.print(escape(f"two nodes, {cluster.rate}; {cluster.calibrate()}"), soft_wrap=True)
-            with tempfile.TemporaryDirectory() as folder:
-                outcomes = _run_all(cluster, ["fp32", codec], steps, data, Path(folder))
-                _show(outcomes, cluster)
-                _report(report, outcomes, Path(folder))
-            summary = {"mode": cluster.mode, "shaped": cluster.shaped, "why_not_shaped": cluster.why or None}
-            write(json_file, "demo", _rows(outcomes, cluster, steps), summary)
+                console.print(escape(f"{nodes} nodes, {cluster.calibrate()}"))
+            plain, ours = _train(cluster, setup, Path(folder))
+            pair = _report(report, plain, ours, link, setup, Path(folder))
+            _show(pair)
+            console.print(escape(f"{report}: both runs as curves; open it in a browser"), soft_wrap=True)
+            write(json_file, setup.command, verdict.rows(pair), {"mode": cluster.mode, **verdict.summary(pair)})
 
 
-def _run_all(cluster: Cluster, methods: list[str], steps: int, data: Path | None, folder: Path) -> list[Outcome]:
+def _train(cluster: Cluster, setup: Setup, folder: Path) -> tuple[Outcome, Outcome]:
+    """Plain DDP, then as many steps with thinwire, with the progress of both on two lines."""
     from ..lab.demo import train
 
-    outcomes = []
-    for method in methods:
-        with progress(_name(method), steps) as watcher:
-            outcomes.append(train(cluster, method, steps, data, lambda _: watcher.advance(1), folder / "thinwire"))
-    return outcomes
+    with _two_lines() as (first, second):
+        plain = train(cluster, "fp32", setup, first)
+        ours = train(cluster, setup.codec, setup, second, steps=len(plain.ends), log=folder / "thinwire")
+    return plain, ours
 
 
-def _report(path: Path, outcomes: list[Outcome], folder: Path) -> None:
-    """One page with both runs."""
-    from ..report import page
-    from ..report.runs import load
+class Line:
+    """The progress of one run."""
 
-    plain = folder / "plain DDP.jsonl"
-    outcomes[0].write_journal(plain, 2)
-    page.write(path, [load(plain), load(folder / "thinwire")])
-    console.print(escape(f"{path}: report of both runs; open it in a browser"), soft_wrap=True)
+    def __init__(self, bars: Progress, name: str) -> None:
+        self._bars = bars
+        self._task = bars.add_task(name, total=None, start=False, said="")
+
+    def __call__(self, outcome: Outcome) -> None:
+        done = len(outcome.ends)
+        if not done:
+            self._bars.start_task(self._task)
+            self._bars.update(self._task, total=outcome.steps)
+            return
+        sent = outcome.bytes_sent
+        said = f"loss {outcome.last_loss:.2f}" + (f"  {sent / 1e6:.0f} MB sent" if sent is not None else "")
+        self._bars.update(self._task, completed=done, said=said)
 
 
-def _name(method: str) -> str:
-    return "plain DDP, fp32" if method == "fp32" else f"thinwire, {method}"
-
-
-def _show(outcomes: list[Outcome], cluster: Cluster) -> None:
-    rate = cluster.rate if cluster.shaped else "loopback, not shaped"
-    table = Table(
-        title=f"2 workers, {rate}: small GPT (1.9 M parameters), text of Python's help", title_justify="left"
+@contextlib.contextmanager
+def _two_lines() -> Iterator[tuple[Line, Line]]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[said]}"),
+        TimeElapsedColumn(),
     )
-    table.add_column("", overflow="fold", min_width=20)
-    for column in ("step", "all steps", "sent by a node per step", "loss at the end", "faster"):
+    with Progress(*columns, console=console) as bars:
+        yield Line(bars, "plain DDP"), Line(bars, "thinwire ")
+
+
+def _report(path: Path, plain: Outcome, ours: Outcome, link: Link, setup: Setup, folder: Path) -> Pair:
+    """One page with both runs; returns what its headline compares."""
+    import msgspec
+
+    from ..report import page
+    from ..report.headline import compare, course
+    from ..report.runs import Run, load
+    from .verdict import Pair
+
+    file = folder / "plain DDP.jsonl"
+    plain.write_journal(file, setup.nodes)
+    runs = [load(file), load(folder / "thinwire")]
+    courses = []
+    for run, outcome in zip(runs, (plain, ours), strict=True):
+        assert isinstance(run, Run)
+        # The journal of a wire begins when it is attached: what that took counts.
+        run.first.starts[0] = msgspec.structs.replace(run.first.starts[0], time=outcome.began)
+        found = course(run)
+        courses.append(replace(found, bytes=outcome.bytes_sent) if outcome.bytes_sent else found)
+    page.write(path, runs, [compare(*courses)])
+    return Pair(plain, ours, courses[0], courses[1], link, setup)
+
+
+def _show(pair: Pair) -> None:
+    """Totals, a small table, the verdict, and what to do next; 80 columns are enough."""
+    from .verdict import NEXT, milliseconds, seconds, totals, verdict
+
+    output.print(escape(totals(pair)))
+    rate = pair.link.rate if pair.link.shaped else "links not shaped"
+    title = f"{pair.setup.nodes} nodes, {rate}, {len(pair.plain.ends)} steps, {pair.setup.text_name}"
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("", overflow="fold", min_width=9)
+    for column in ("total", "per step", "sent by a node", "loss at the end"):
         table.add_column(column, justify="right")
-    dense = outcomes[0]
-    for outcome in outcomes:
-        size = outcome.bytes_per_step or outcome.stats.get("link_bytes_per_step")
+    for outcome, name in ((pair.plain, "plain DDP"), (pair.ours, f"thinwire, {pair.ours.method}")):
         table.add_row(
-            _name(outcome.method),
-            f"{1000 * outcome.step_seconds:.0f} ms",
-            f"{sum(outcome.seconds):.0f} s",
-            f"{size / 1e6:.2f} MB" if size else "-",
+            escape(name),
+            seconds(outcome.total_seconds),
+            milliseconds(outcome.step_seconds),
+            f"{outcome.bytes_sent / 1e6:.0f} MB" if outcome.bytes_sent is not None else "not known",
             f"{outcome.last_loss:.3f}",
-            f"{dense.step_seconds / outcome.step_seconds:.1f} x",
         )
     output.print(table)
-    output.print("step: median of the second half; all steps: including the measurements of `auto`")
-    for outcome in outcomes:
-        if outcome.stats.get("explained"):
-            output.print(escape(outcome.stats["explained"]), soft_wrap=True)
-
-
-def _rows(outcomes: list[Outcome], cluster: Cluster, steps: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "workload": "gpt-small",
-            "nodes": 2,
-            "ranks_per_node": 1,
-            "rate": cluster.rate,
-            "method": outcome.method,
-            "seconds": outcome.step_seconds,
-            "ratio_to_fp32": outcome.step_seconds / outcomes[0].step_seconds,
-            "bytes_per_rank": outcome.bytes_per_step,
-            "stats_bytes_per_rank": outcome.stats.get("bytes_per_step"),
-            "loss": outcome.last_loss,
-            "steps": steps,
-        }
-        for outcome in outcomes
-    ]
+    output.print(escape(verdict(pair)))
+    for line in NEXT:
+        output.print(escape(line))

@@ -3,7 +3,8 @@
 | name   | model                                    | parameters | what it stresses                                |
 |--------|------------------------------------------|------------|-------------------------------------------------|
 | gpt    | 6 blocks of width 384, 64 bytes of text  | 10.9 M     | many tensors of medium size, as transformers do |
-| gpt-small | 4 blocks of width 192                 | 1.9 M      | the same, for a demonstration of a minute       |
+| gpt-small | 4 blocks of width 192                 | 1.9 M      | the same, with shorter steps                    |
+| gpt-ngrams | 2 blocks of width 96, tables of n-grams | 1.1 M     | few elements hold most of a gradient: the demo  |
 | vgg    | 5 convolutions, then one dense 4096x2048 | 8.9 M      | one layer with nearly all parameters            |
 | resnet | ResNet-20 for CIFAR, width 32            | 1.1 M      | computation long, gradients small               |
 | lstm   | 30 000 words of 256, LSTM of 256         | 8.7 M      | an embedding whose gradient is mostly zero      |
@@ -61,7 +62,8 @@ class Workload:
 
 
 def load(name: str, data: str | Path | None = None, batch_size: int | None = None, seed: int = 0) -> Workload:
-    """One of "gpt", "gpt-small", "vgg", "resnet", "lstm"; `data` is a text file for the GPTs (bytes) and lstm (words)."""
+    """One of "gpt", "gpt-small", "gpt-ngrams", "vgg", "resnet", "lstm"; `data` is a text file for the GPTs (bytes) and lstm
+    (words)."""
     check(name)
     build, source, size = _WORKLOADS[name]
     if data is not None and source is not _words and source is not _bytes:
@@ -169,6 +171,35 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 
 
+class NGramGPT(nn.Module):
+    """A small GPT that adds what tables of the last two, three and four bytes predict. Tokens (batch, context) to logits.
+
+    Most parameters are in the tables, as in models of many words most are in the embeddings: plain SGD trains them well, and
+    few elements hold most of a gradient. Rows are shared by all n-grams of the same hash.
+    """
+
+    longest, row_bits = 4, 10
+    quiet = 0.03
+    """Factor of the head's outputs, whose learning rate would otherwise have to be lower than that of the tables."""
+
+    def __init__(self, layers: int = 2, width: int = 96, heads: int = 4, vocabulary: int = 256) -> None:
+        super().__init__()
+        self.gpt = GPT(layers, width, heads, vocabulary)
+        nn.init.normal_(self.gpt.head.weight, std=0.02 / self.quiet)
+        self.tables = nn.ModuleList(nn.Embedding(1 << self.row_bits, vocabulary) for _ in range(2, self.longest + 1))
+        for table in self.tables:
+            nn.init.zeros_(table.weight)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.quiet * self.gpt(tokens)
+        key, factor = tokens, 1
+        for back, table in enumerate(self.tables, 1):
+            factor = factor * 0x01000193 % (1 << 32)
+            key = (key + factor * functional.pad(tokens, (back, 0))[:, : tokens.shape[1]]) % (1 << 32)
+            logits = logits + table((key * 0x61C88647 % (1 << 32)) >> (32 - self.row_bits))
+        return logits
+
+
 class LSTM(nn.Module):
     """Reads a large vocabulary and predicts common words. Tokens (batch, length) to logits (..., answers)."""
 
@@ -242,6 +273,7 @@ Source = Callable[[Path | None, int, int], Callable[[torch.Generator], Batch]]
 _WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Source, int]] = {
     "gpt": (GPT, _bytes, 4),
     "gpt-small": (lambda: GPT(layers=4, width=192), _bytes, 8),
+    "gpt-ngrams": (NGramGPT, _bytes, 16),
     "vgg": (vgg, _images, 16),
     "resnet": (resnet, _images, 8),
     "lstm": (LSTM, _words, 16),

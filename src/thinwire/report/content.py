@@ -10,6 +10,8 @@ from typing import Any
 from ..engine.journal import GroupLine, Journal, Step, Trace
 from ..engine.layout import SMALL_GROUP
 from ..planner.plan import Plan, PlanGroup
+from .headline import headlines
+from .phases import phases
 from .runs import SECONDS, Results, Run, mean, settled, summarise, typical
 from .timeline import coverage, waits
 
@@ -23,6 +25,7 @@ COLUMNS = (*SECONDS, "bytes", "link_bytes", "density", "target", "residual_norm"
 def content(given: Sequence[Run | Results]) -> dict[str, Any]:
     runs = [one for one in given if isinstance(one, Run)]
     return {
+        "headlines": list(headlines(runs)),
         "runs": [_run(run) for run in runs],
         "results": [
             {
@@ -55,6 +58,7 @@ def _run(run: Run) -> dict[str, Any]:
         "columns": _columns(found.steps),
         "binned": len(found.by_step) > POINTS,
         "notes": _notes(found),
+        "phases": phases(found),
         "events": [[event.step, event.what, event.text] for event in found.events],
         "groups": _groups(found, groups, plan),
         "ranks": [_rank(one) for one in run.journals] if len(run.journals) > 1 else [],

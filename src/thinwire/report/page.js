@@ -69,7 +69,16 @@
       { ...common, label: y, labelSize: 20, size: 62, values: (u, ticks) => ticks.map((tick) => (known(tick) ? (format ? format(tick) : plain(tick)) : "")) }];
   }
 
-  // series: [{label, values, colour, fill, dash, points}]; values stand beside xs.
+  // The value at a place, or the nearest known one: of curves over time, each has its own places. Without a cursor the last.
+  function nearest(values, at) {
+    for (let off = 0; known(at) && off < values.length; off += 1) {
+      if (known(values[at - off])) return values[at - off];
+      if (known(values[at + off])) return values[at + off];
+    }
+    return values.filter(known).at(-1);
+  }
+
+  // series: [{label, values, colour, fill, dash, points}]; values stand beside xs. options.bands: see phaseBands.
   function lines(title, note, xs, x, y, series, options = {}) {
     const values = series.flatMap((one) => one.values).filter(known);
     const smallest = values.reduce((a, b) => Math.min(a, b), Infinity), largest = values.reduce((a, b) => Math.max(a, b), 0);
@@ -80,6 +89,7 @@
       axes: axes(x, y, options.format),
       cursor: { drag: { x: true, y: false } },
       legend: { live: true },
+      hooks: { drawClear: options.bands || [], ready: [restLegend], setCursor: [restLegend] },
       series: [{ label: x, value: (u, v) => (known(v) ? plain(v) : "-") }, ...series.map((one) => ({
         label: one.label,
         stroke: colour(one.colour),
@@ -88,10 +98,71 @@
         dash: one.dash ? [5, 4] : undefined,
         spanGaps: true,
         points: { show: Boolean(one.points) || xs.length < 3, size: 5 },
-        value: (u, v) => (known(v) ? (options.format ? options.format(v) : plain(v)) : "-"),
+        value: (u, v, row, at) => {
+          const found = nearest(one.values, at);
+          return known(found) ? (options.format ? options.format(found) : plain(found)) : "-";
+        },
       }))],
     }, [xs, ...series.map((one) => one.values)], into), options.wide);
   }
+
+  // Legends show the last values while there is no cursor.
+  function restLegend(u) {
+    if (!known(u.cursor.idx) && u.data[0].length) u.setLegend({ idx: u.data[0].length - 1 }, false);
+  }
+
+  // -- what happened when ----------------------------------------------------------------------------------------------
+
+  const PHASES = { ddp: ["grey", "DDP alone, watched"], pause: ["orange", "standing still to start, measure and plan"] };
+
+  // Draws strips along the time axis, one row for each run that was not only training.
+  const phaseBands = (runs) => [(u) => {
+    const { ctx, bbox } = u, height = 9 * uPlot.pxRatio;
+    ctx.save();
+    runs.filter((run) => run.phases.length).forEach((run, row) => {
+      for (const [kind, start, end] of run.phases) {
+        const left = Math.max(bbox.left, u.valToPos(start, "x", true));
+        const right = Math.min(bbox.left + bbox.width, u.valToPos(end, "x", true));
+        if (right <= left) continue;
+        const top = bbox.top + bbox.height - (row + 1) * height;
+        ctx.fillStyle = colour(PHASES[kind][0]);
+        ctx.globalAlpha = 0.12;
+        ctx.fillRect(left, bbox.top, right - left, bbox.height);
+        ctx.globalAlpha = 0.9;
+        ctx.fillRect(left, top, Math.max(right - left, 2), height - 2);
+      }
+    });
+    ctx.restore();
+  }];
+
+  function phaseLegend(runs) {
+    const spent = {};
+    for (const run of runs) for (const [kind, start, end] of run.phases) spent[kind] = (spent[kind] || 0) + end - start;
+    return legend(Object.entries(spent).map(([kind, seconds]) => [PHASES[kind][0], PHASES[kind][1] + ": " + plain(seconds, 2) + " s"]));
+  }
+
+  function legend(entries) {
+    return element("div", { class: "legend" }, ...entries.map(([shade, name]) => {
+      const swatch = element("i");
+      swatch.style.background = "var(--" + shade + ")";
+      return element("span", {}, swatch, name);
+    }));
+  }
+
+  function lossOverTime(runs) {
+    const having = runs.filter((run) => run.notes.loss);
+    if (!having.length) return null;
+    const curves = having.map((run) => [run.name, run.notes.loss.time.map((t) => t - run.began), average(run.notes.loss.value)]);
+    const box = overlay("Loss over time", "loss", curves, "seconds", true, null,
+      { height: 320, bands: phaseBands(having), note: "Mean of the last ten steps." });
+    if (having.some((run) => run.phases.length)) box.append(phaseLegend(having));
+    return box;
+  }
+
+  const average = (values) => values.map((_, at) => {
+    const recent = values.slice(Math.max(0, at - 9), at + 1).filter(known);
+    return recent.length ? recent.reduce((a, b) => a + b / recent.length, 0) : null;
+  });
 
   function range(low, high) {
     if (!known(low) || !known(high)) return [0, 1];
@@ -136,12 +207,7 @@
       const [lane, name] = key.split("|");
       names.set(lane === "wire" ? "collective" : name, tone(lane, name));
     }
-    const legend = element("div", { class: "legend" }, ...[...names].map(([name, shade]) => {
-      const swatch = element("i");
-      swatch.style.background = "var(--" + shade + ")";
-      return element("span", {}, swatch, name);
-    }));
-    box.append(legend, chart);
+    box.append(legend([...names].map(([name, shade]) => [shade, name])), chart);
     return box;
   }
 
@@ -167,7 +233,8 @@
     const low = 1000 * Math.min(0, ...shown.bars.map((bar) => bar.start));
     const high = 1000 * Math.max(0.001, ...shown.bars.map((bar) => bar.end));
     const count = shown.rows.length;
-    const cut = (text) => (text.length > 22 ? text.slice(0, 21) + "…" : text);
+    const most = width < 520 ? 13 : 22;
+    const cut = (text) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
     const rectangle = (u, bar) => {
       const at = count - 1 - bar.row, [bottom, top] = { whole: [0.14, 0.86], lower: [0.1, 0.48], upper: [0.52, 0.9] }[bar.part];
       const left = u.valToPos(1000 * bar.start, "x", true), right = u.valToPos(1000 * bar.end, "x", true);
@@ -180,7 +247,7 @@
       cursor: { drag: { x: true, y: false }, y: false, points: { show: false } },
       scales: { x: { time: false, range: (u, a, b) => [a, b] }, y: { range: () => [0, count] } },
       axes: [axes("ms since backward began", "")[0], {
-        ...axes("", "")[1], label: undefined, size: 160, grid: { show: false }, ticks: { show: false },
+        ...axes("", "")[1], label: undefined, size: width < 520 ? 96 : 160, grid: { show: false }, ticks: { show: false },
         splits: () => shown.rows.map((_, at) => count - 1 - at + 0.5), values: () => shown.rows.map(cut), gap: 8,
       }],
       series: [{}, { show: false }],
@@ -231,7 +298,7 @@
   function oneRun(run) {
     const c = run.columns, s = run.summary, part = element("div");
     const ms = (values) => values.map((v) => (known(v) ? 1000 * v : null));
-    part.append(cards([
+    part.append(...[lossOverTime([run])].filter(known), cards([
       ["ms a step", milli(s.seconds)], ["ms computing", milli(s.compute)], ["ms waiting", milli(s.exposed)],
       known(s.link_bytes) ? ["on a rank's link a step", size(s.link_bytes)] : ["handed over by a rank a step", size(s.bytes)],
       ["less than dense", s.link_bytes && s.dense_bytes ? plain(s.dense_bytes / s.link_bytes, 3) + " x" : "-"],
@@ -312,7 +379,7 @@
   const SHADES = ["blue", "orange", "green", "red", "violet", "teal", "grey"];
 
   function comparison(runs) {
-    const part = element("section", {}, element("h2", {}, "Runs beside each other"));
+    const part = element("section", {}, lossOverTime(runs), element("h2", {}, "Runs beside each other"));
     const base = runs[0].summary.seconds;
     part.append(table([
       { title: "run", value: (r) => r.name, text: true }, { title: "codec", value: (r) => element("code", {}, r.summary.codec), text: true },
@@ -328,7 +395,7 @@
     for (const name of named) {
       const having = runs.filter((r) => r.notes[name]);
       box.append(overlay(name + " over steps", "", having.map((r) => [r.name, r.notes[name].step, r.notes[name].value]), "step"));
-      box.append(overlay(name + " over time", "", having.map((r) => [r.name, r.notes[name].time.map((t) => t - r.began), r.notes[name].value]), "seconds"));
+      if (name !== "loss") box.append(overlay(name + " over time", "", having.map((r) => [r.name, r.notes[name].time.map((t) => t - r.began), r.notes[name].value]), "seconds"));
     }
     const sent = runs.filter((r) => some(r.columns.link_bytes));
     if (sent.length) box.append(overlay("Bytes a step on a rank's link", "", sent.map((r) => [r.name, r.columns.step, r.columns.link_bytes]), "step", false, size));
@@ -338,13 +405,13 @@
     return part;
   }
 
-  function overlay(title, unit, curves, x, wide, format) {
+  function overlay(title, unit, curves, x, wide, format, options = {}) {
     const joined = uPlot.join(curves.map(([, xs, ys]) => {
       const points = xs.map((v, at) => [v, ys[at]]).sort((a, b) => a[0] - b[0]);
       return [points.map((p) => p[0]), points.map((p) => p[1])];
     }));
-    return lines(title, "", joined[0], x, unit, curves.map(([name], at) => ({
-      label: name, values: joined[at + 1], colour: SHADES[at % SHADES.length], dash: at >= SHADES.length })), { wide, format });
+    return lines(title, options.note || "", joined[0], x, unit, curves.map(([name], at) => ({
+      label: name, values: joined[at + 1], colour: SHADES[at % SHADES.length], dash: at >= SHADES.length })), { ...options, wide, format });
   }
 
   function results(one) {
@@ -381,7 +448,10 @@
 
   const { runs } = data;
   const single = runs.length === 1 && !data.results.length;
-  main.replaceChildren(element("h1", {}, single ? runs[0].name : "Comparison"));
+  const names = runs.map((run) => run.name).join(", ") || "Comparison";
+  const titles = data.headlines.length ? data.headlines : [names];
+  main.replaceChildren(...titles.map((said) => element("h1", {}, said)));
+  if (data.headlines.length) main.prepend(element("p", { class: "faint names" }, names));
   if (single) {
     const run = runs[0], s = run.summary;
     main.append(element("p", { class: "faint" }, s.codec + " on " + s.ranks + " ranks, " + new Date(1000 * run.began).toISOString().slice(0, 16).replace("T", " ")

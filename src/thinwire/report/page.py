@@ -14,16 +14,19 @@ from .content import content
 from .runs import Results, Run
 
 
-def write(path: str | Path, given: Sequence[Run | Results]) -> None:
-    Path(path).write_text(page(given), encoding="utf-8")
+def write(path: str | Path, given: Sequence[Run | Results], said: Sequence[str] | None = None) -> None:
+    Path(path).write_text(page(given, said), encoding="utf-8")
 
 
-def page(given: Sequence[Run | Results]) -> str:
-    """The page of one run, or the comparison of several."""
+def page(given: Sequence[Run | Results], said: Sequence[str] | None = None) -> str:
+    """The page of one run, or the comparison of several. `said` replaces the headlines computed from the runs."""
+    data = content(given)
+    if said is not None:
+        data["headlines"] = list(said)
     title = "thinwire: " + ", ".join(one.name for one in given)
     return Template(_asset("page.html")).substitute(
         title=html.escape(title),
-        data=embed(content(given)),
+        data=embed(data),
         css=_asset("page.css"),
         js=_asset("page.js"),
         chart_css=_asset("vendor/uPlot.min.css"),
