@@ -90,6 +90,8 @@ def test_the_main_codecs_are_among_them() -> None:
 @example(shapes={"a": (1,)}, ranks=1, kinds=["normal"] * 3, seed=0, least=0)
 @example(shapes={"a": (30, 30), "b": (7,), "c": (20, 20)}, ranks=3, kinds=["heavy", "normal"] * 2, seed=1, least=64)
 @example(shapes={"a": (7,), "b": (1,)}, ranks=2, kinds=["normal", "normal"], seed=2, least=64)
+@example(shapes={"a": (1, 5, 3, 3), "b": (4097,), "c": (4097,)}, ranks=4, kinds=["heavy"] * 2, seed=43082, least=0)
+@example(shapes={"a": (5, 26)}, ranks=1, kinds=["mostly zero"] * 2, seed=23438, least=0)
 def test_conservation_and_equal_replicas(
     text: str, shapes: dict[str, tuple[int, ...]], ranks: int, kinds: list[str], seed: int, least: int
 ) -> None:
