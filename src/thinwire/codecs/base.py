@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
@@ -169,6 +171,10 @@ class Codec(abc.ABC):
     def sent(self, entries: int, state: CodecState) -> int:
         """Elements of this rank's gradient that the last exchange sent; `entries` is the count in its message."""
         return entries
+
+    def request(self, headers: NDArray[np.uint32], state: CodecState) -> int:
+        """Bytes that messages should have room for, from the words of all headers [ranks, 4]; equal on all ranks."""
+        return int(headers[:, 2].max())
 
     def smallest_capacity(self, group: GroupInfo) -> int:
         """Smallest message, in bytes, with which this codec makes progress."""

@@ -215,9 +215,9 @@ class CodecDriver:
             self.state.outgoing = self.outgoing[:size]
 
     def _read_headers(self, incoming: Tensor, size: int) -> bool:
-        """Take `wanted` of all ranks out of the gathered messages; whether all of them are finite."""
+        """Take what is requested and sent out of the headers of all ranks; whether all of them are finite."""
         headers = np.ascontiguousarray(incoming.numpy().reshape(self.world, size)[:, :HEADER_BYTES]).view("<u4")
-        self.wanted = int(headers[:, 2].max())
+        self.wanted = self.now.request(headers, self.state)
         self.entries = int(headers[self.rank, 1])
         return not bool((headers[:, 0] >> 16 & Flag.NONFINITE).any())
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import kernels, messages, ranges
 from ..errors import MessageCount
-from ..messages import HEADER_BYTES, Flag, ValueCoding, read_header
+from ..messages import ValueCoding, read_header
+from . import micro_messages
 from .base import Codec, CodecState, Estimate, Gather, GroupInfo, Message, Steps, Sum
 from .schedule import Warmup, check_density
 from .sparse import VALUE_CODINGS, check_momentum
@@ -24,9 +25,8 @@ BLOCKS = 1024
 BINS = 2048
 _SHIFT = 20  # 8 exponent and 3 mantissa bits: 8 bins an octave
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_HURRY_STEPS, _HURRY, _CALM, _CALM_BALANCED, _LARGEST_MOVE = 50, 0.5, 0.1, 0.2, 1.5
-_HEADROOM = 1.12  # with balance, the most that a rank may send, relative to the average rank
-_SATURATED = 1.2  # assumed ratio of wanted to sent elements when every rank hit that limit
+_HURRY_STEPS, _HURRY, _CALM, _LARGEST_MOVE = 50, 0.5, 0.1, 1.5
+_HEADROOM = 1.1  # with balance, what messages have room for, relative to the average rank
 
 
 @dataclass
@@ -49,9 +49,14 @@ class MicroState(CodecState):
     histogram: Tensor = field(default_factory=lambda: torch.zeros(0))
     count: int = 0
     """Elements sent."""
-    wanted: float = 0.0
-    """Elements that all ranks together selected, including those cut."""
+    wanted: int = 0
+    """Elements that all ranks together selected, including those that did not fit."""
+    sent_before: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Of them, how many were sent in the partitions before each border."""
+    wanted_before: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """And how many were selected there."""
     imbalance: float = 1.0
+    """The most that a rank selected over the mean."""
     velocity: Tensor = field(default_factory=lambda: torch.empty(0))
     """The momentum after the last valid step; empty without momentum."""
     coming: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -61,6 +66,12 @@ class MicroState(CodecState):
     saved: ClassVar[tuple[str, ...]] = (*agreed, "velocity")
     elementwise: ClassVar[tuple[str, ...]] = ("velocity",)
     common: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "weights", "usual", "steps")
+
+    def wanted_until(self, places: NDArray[np.int64]) -> NDArray[np.float64]:
+        """How many elements were selected before each place: what did not fit is spread like what was sent."""
+        sent = np.searchsorted(self.support[: self.count], places.astype(np.int32))
+        until: NDArray[np.float64] = np.interp(sent, self.sent_before, self.wanted_before)
+        return until
 
     def check(self) -> None:
         ends = int(self.borders[0]), int(self.borders[-1])
@@ -80,13 +91,14 @@ class MiCRO(Codec):
     all ranks. Indices are all-gathered, relative to the partition and Rice-coded; then the values of every rank at all of
     them are all-reduced. The first step is dense and yields the initial threshold.
 
-    controller  proportional: threshold *= (selected / target) ** 0.5 for 50 steps, then ** 0.1
-                (0.2 with balance), at most a factor of 1.5 per step;
+    controller  proportional: threshold *= (selected / target) ** 0.5 for 50 steps, then ** 0.1, at most a factor of 1.5
+                per step;
                 fixed: the paper's dead band as described; paper_code: as in its code, 4 to 8 % below the target
     start_from  quantile: of the magnitudes of the first gradient on all ranks; formula: 1 / (2 sqrt(k)), as in the code
     threshold   global: one for all groups, as in the paper; layer: one per tensor, each controlled towards the density
-    balance     move the borders of the partitions so that all ranks select equally (the aim of ExDyna), and limit each rank
-                to 1.12 times the usual share, because gathered messages are padded to the longest
+    balance     move the borders of the partitions so that all ranks select equally (the aim of ExDyna), and agree on
+                messages with room for 1.1 times a rank's share, because gathered messages are padded to the longest.
+                A rank that selects more sends the largest that fit
     values      dtype of the sum: bf16 or fp16, whose rounding error stays in the residual, or fp32, as in the paper
     momentum    above 0: momentum correction and factor masking, see `SparseCodec`; the optimizer's momentum must be 0
 
@@ -158,7 +170,7 @@ class MiCRO(Codec):
             kernels.laplace.histogram(flat[begin:end], 0, _SHIFT, counts)
             state.histogram[i * BINS : (i + 1) * BINS] = torch.from_numpy(counts)
         state.support = np.arange(elements, dtype=np.int32)
-        state.count, state.wanted = elements, float(elements)
+        state.count, state.wanted = elements, elements
         state.taken = flat.copy()
         buffer = torch.zeros(elements + state.group.tail)
         buffer[:elements] = residual
@@ -183,22 +195,21 @@ class MiCRO(Codec):
         if self.momentum:
             new = torch.add(gradient, state.velocity, alpha=self.momentum, out=state.coming)
         passes = kernels.micro if kernels.sliced.pool is None else kernels.sliced
+        thresholds = self._thresholds(state)
         finite, wanted, written = passes.accumulate_select_segments(
-            flat, new.numpy(), begin, end, state.ends, self._thresholds(state), state.chosen[:room]
+            flat, new.numpy(), begin, end, state.ends, thresholds, state.chosen[:room]
         )
-        kept = self._limit(state, written) if self.balance else written
-        packed = messages.pack(
-            state.chosen[:kept],
-            None,
-            end - begin,
-            state.outgoing.numpy(),
-            ValueCoding.NONE,
-            rotation=step,
-            finite=finite,
-        )
-        if finite and (kept < written or wanted > written):
-            self._want_more(state.outgoing, packed.wanted * wanted // written if kept == written else packed.wanted)
-        answers = yield Gather(Message(packed.size))
+        chosen = state.chosen[:written]
+
+        def scores(indices: NDArray[np.int32]) -> NDArray[np.float32]:
+            return self._scores(flat, indices + np.int32(begin), thresholds, state)
+
+        if finite and wanted > written:
+            # The list is full of the first ones, which is no reason to send them.
+            every = np.arange(end - begin, dtype=np.int32)
+            chosen = micro_messages.largest(every, scores(every), written)
+        size = micro_messages.pack(chosen, scores, wanted, end - begin, state.outgoing.numpy(), finite=finite)
+        answers = yield Gather(Message(size))
         self._read(answers, state)
         support, values = state.support[: state.count], state.taken[: state.count]
         total = self._sum_buffer(state)
@@ -220,18 +231,20 @@ class MiCRO(Codec):
             return np.zeros(state.thresholds.size, np.float32)  # all non-zeros
         return state.thresholds.astype(np.float32)
 
-    def _limit(self, state: MicroState, count: int) -> int:
-        """With balance: drop what exceeds a rank's share, one cyclic range whose start moves with the step."""
-        allowed = math.ceil(_HEADROOM * max(state.usual, self._target(state.group.elements)) / state.world)
-        if count <= allowed:
-            return count
-        start = state.step * 0x9E3779B1 % 2**32 * count >> 32
-        stop = start + count - allowed
-        if stop <= count:
-            state.chosen[start:allowed] = state.chosen[stop:count]
-        else:
-            state.chosen[:allowed] = state.chosen[stop - count : start]
-        return allowed
+    def _scores(
+        self, flat: NDArray[np.float32], places: NDArray[np.int32], thresholds: NDArray[np.float32], state: MicroState
+    ) -> NDArray[np.float32]:
+        """What the largest are chosen by: magnitudes, or their ratios to the thresholds of the layers."""
+        magnitudes = np.abs(flat[places])
+        if thresholds.size > 1:
+            layers = np.searchsorted(state.ends[:-1], places, side="right")
+            magnitudes /= np.maximum(thresholds[layers], np.finfo(np.float32).tiny)
+        return magnitudes
+
+    def request(self, headers: NDArray[np.uint32], state: CodecState) -> int:
+        assert isinstance(state, MicroState)
+        share = max(state.usual, self._target(state.group.elements)) / state.world
+        return micro_messages.request(headers, math.ceil(_HEADROOM * share) if self.balance else None)
 
     def _read(self, answers: Sequence[Tensor], state: MicroState) -> None:
         """Concatenate the selections of all ranks by partition, so that indices ascend."""
@@ -248,7 +261,8 @@ class MiCRO(Codec):
         if total > state.support.size or state.support.size > 4 * max(total, 1024):
             state.support = np.empty(total + total // 4, np.int32)
             state.taken = np.empty(state.support.size, np.float32)
-        state.wanted, at, most, cut = 0.0, 0, 0, 0
+        state.sent_before, state.wanted_before = np.zeros((2, world + 1), np.int64)
+        at, most = 0, 0
         for part in range(world):
             rank = (part - step) % world
             begin, size = int(state.borders[part]), int(state.borders[part + 1] - state.borders[part])
@@ -257,22 +271,12 @@ class MiCRO(Codec):
             messages.decode_indices(answers[rank].numpy(), size, indices)
             indices += np.int32(begin)
             at += header.entries
-            most = max(most, header.entries)
-            written = HEADER_BYTES + header.payload
-            share = header.wanted / written if header.flags & Flag.CUT else 1.0
-            cut += bool(header.flags & Flag.CUT)
-            state.wanted += header.entries * share
-        if self.balance and cut == world:
-            state.wanted *= _SATURATED
-        state.count = at
-        state.imbalance = world * most / at if at else 1.0
-
-    @staticmethod
-    def _want_more(outgoing: Tensor, wanted: int) -> None:
-        """More was selected than is listed: set the CUT flag and the size of the uncut message."""
-        words = outgoing.numpy()[:HEADER_BYTES].view("<u2")
-        words[1] |= Flag.CUT
-        outgoing.numpy()[:HEADER_BYTES].view("<u4")[2] = min(wanted, 2**32 - 1)
+            wanted = min(micro_messages.selected(header.entries, header.wanted, header.payload), size)
+            most = max(most, wanted)
+            state.sent_before[part + 1] = at
+            state.wanted_before[part + 1] = state.wanted_before[part] + wanted
+        state.count, state.wanted = at, int(state.wanted_before[-1])
+        state.imbalance = world * most / state.wanted if state.wanted else 1.0
 
     def _sum_buffer(self, state: MicroState) -> Tensor:
         tail = state.group.tail if self.values == "fp32" else 0
@@ -347,9 +351,7 @@ class MiCRO(Codec):
             return 1.0
         ratio = selected / target
         if self.controller == "proportional":
-            # Limited counts vary less, so the threshold may move faster: with 0.1 they stayed 2 to 3 % below the target.
-            calm = _CALM_BALANCED if self.balance else _CALM
-            power = _HURRY if steps <= _HURRY_STEPS else calm
+            power = _HURRY if steps <= _HURRY_STEPS else _CALM
             return float(min(_LARGEST_MOVE, max(1.0 / _LARGEST_MOVE, ratio**power)))
         if ratio > 1.1:
             return 1.005
@@ -360,11 +362,9 @@ class MiCRO(Codec):
         return 1.00125 if ratio > 1.0 else 0.99875 if ratio < 1.0 else 1.0
 
     def _move_layers(self, state: MicroState) -> None:
-        support = state.support[: state.count]
-        share = state.wanted / state.count if state.count else 1.0
         for i, parameter in enumerate(state.group.parameters):
-            first, last = np.searchsorted(support, [parameter.offset, parameter.offset + parameter.elements])
-            factor = self._factor(float(last - first) * share, self._target(parameter.elements), state.steps)
+            first, last = state.wanted_until(np.array([parameter.offset, parameter.offset + parameter.elements]))
+            factor = self._factor(float(last - first), self._target(parameter.elements), state.steps)
             state.thresholds[i] = max(state.thresholds[i] * factor, state.floors[i])
 
     def _rebalance(self, state: MicroState) -> None:
@@ -377,8 +377,8 @@ class MiCRO(Codec):
         block = -(-state.group.elements // BLOCKS)
         if block < 32:
             return
-        edges = np.minimum(np.arange(BLOCKS + 1) * block, state.group.elements).astype(np.int32)
-        counts = np.diff(np.searchsorted(state.support[: state.count], edges))
+        edges = np.minimum(np.arange(BLOCKS + 1) * block, state.group.elements)
+        counts = np.diff(state.wanted_until(edges))
         state.weights = 0.95 * state.weights + 0.05 * counts
         smooth = state.weights + 0.05 * max(state.weights.sum(), 1e-9) / BLOCKS
         reached = np.cumsum(smooth) / smooth.sum()
