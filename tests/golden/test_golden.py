@@ -133,6 +133,9 @@ def test_state_is_written_as_before(case: Case, checkpoints: Records, tmp_path: 
     for _ in case.steps(exchange, range(BEFORE)):
         pass
     stored = cases.stored_state(FILES / "checkpoints" / case.slug)
+    if case.text.startswith(cases.RECOMPUTED):
+        cases.same_form(exchange.state_dict(), stored, case.name)
+        return
     texts = case.tolerance or DIGITS
     cases.same_state(exchange.state_dict(), stored, case.tolerance, texts, case.name)
     found = cases.run_case(case, exchange, range(BEFORE, BEFORE + AFTER))
