@@ -7,8 +7,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 __all__ = [
-    "adacomp", "basic", "blocks", "blockwise", "coding", "laplace", "laplace_search", "lowrank", "micro", "sidco",
-    "sliced", "updates",
+    "adacomp", "basic", "blocks", "blockwise", "coding", "laplace", "laplace_fit", "laplace_search", "lowrank", "micro",
+    "sidco", "sliced", "updates",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         blockwise,
         coding,
         laplace,
+        laplace_fit,
         laplace_search,
         lowrank,
         micro,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.kernels.cpu import laplace, sliced
+from thinwire.kernels.cpu import laplace, laplace_fit, sliced
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int32]
@@ -43,6 +43,8 @@ class Cut(NamedTuple):
     ties: int
     selected: int
     passes: int
+    fitted: laplace_fit.Fitted | None = None
+    """How magnitudes are distributed, where a cold start looked."""
 
 
 class Picked(NamedTuple):
@@ -55,6 +57,7 @@ class Picked(NamedTuple):
     rounded: bool = (
         False  # whether values are rounded by the coding already, and the rounding error is in the residual
     )
+    fitted: laplace_fit.Fitted | None = None  # how magnitudes were distributed, after a cold start
 
 
 def accumulate_pick(
@@ -111,8 +114,9 @@ def accumulate_pick(
     if not finite:
         return Picked(False, 0, warm, 0)
 
-    passes = 0
+    passes, fitted = 0, None
     if cut is not None:
+        fitted = cut.fitted
         wanted, excess = laplace.collect(residual, cut.threshold, cut.ties, indices, values)
         bottom = cut.threshold
         passes = cut.passes + 1
@@ -126,7 +130,8 @@ def accumulate_pick(
         start = bottom + excess / wanted * math.log(wanted / k)
         cut = search(values, k, window, bottom, _LARGEST, start)
     taken, excess = laplace.take_above(residual, indices, values, cut.threshold, cut.ties)
-    return Picked(True, taken, _keep(warm, k, taken, cut.threshold, excess, listed, tolerance), passes)
+    warm = _keep(warm, k, taken, cut.threshold, excess, listed, tolerance)
+    return Picked(True, taken, warm, passes, fitted=fitted)
 
 
 def _expected(warm: Warm) -> float:
@@ -177,10 +182,23 @@ def _keep(
 
 
 def _search_cold(x: Floats, k: int, window: tuple[int, int], total: float, largest: float, nonzero: int) -> Cut:
-    """Start at the threshold of a zero-mean Laplacian with the mean magnitude of the non-zeros."""
+    """Start at the threshold of the model that fits best, in the bin of the histogram that the right one lies in."""
     if nonzero <= k:
         return Cut(0.0, 0, nonzero, 0)
-    return search(x, k, window, 0.0, largest, total / nonzero * math.log(nonzero / k))
+    counts = laplace_fit.count(x)
+    fitted = None if counts is None else laplace_fit.fit(counts)
+    if counts is None or fitted is None or fitted.nonzero <= k:  # hardly anything but zeros
+        return search(x, k, window, 0.0, largest, total / nonzero * math.log(nonzero / k))
+    reached = np.cumsum(counts[::-1])[::-1]  # reached[i]: magnitudes in bin i or higher
+    chosen = int(np.flatnonzero(reached >= k)[-1])
+    higher = int(reached[chosen + 1]) if chosen + 1 < counts.size else 0
+    lo, hi = laplace_fit.EDGES[chosen], min(laplace_fit.EDGES[chosen + 1], largest)
+    start = fitted.best.model.threshold(k / fitted.nonzero)
+    if not lo < start < hi:  # the model is wrong there: as if the tail were exponential within the bin
+        start = lo + (hi - lo) * math.log(reached[chosen] / k) / math.log(reached[chosen] / max(higher, 0.5))
+    lowest = _magnitude(_bits(lo) - 1)
+    cut = search(x, k, window, lowest, hi, start)
+    return cut._replace(passes=cut.passes + 1, fitted=fitted)
 
 
 def _search_again(x: Floats, k: int, window: tuple[int, int], seen: Cut, tail: float) -> Cut:
