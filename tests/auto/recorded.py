@@ -28,11 +28,13 @@ from thinwire.auto.meter import Meter
 from thinwire.auto.monitor import PERIOD
 from thinwire.auto.profiling import WATCHED
 from thinwire.ddp.wire import DDPWire
+from thinwire.engine.lifecycle import Phase
 from thinwire.planner.drift import scaled
 from thinwire.planner.plan import PlanGroup
 from thinwire.planner.predict import predict
 from thinwire.planner.profile import Link, Profile
 from thinwire.planner.search import as_ddp
+from thinwire.profiler.slices import Work, finish
 from thinwire.profiler.watch import Compute
 
 DATA = json.loads((Path(__file__).parent / "recorded.json").read_text())
@@ -85,7 +87,8 @@ class Recorded(Meter):
 
     def step(self) -> float:
         now, plan = self._now(), self._wire.plan
-        if plan is not None and self._wire.hooked:
+        alone = self._wire.session.lifecycle.phase in (Phase.NATIVE, Phase.CONTROL)
+        if plan is not None and not alone:
             return self._noisy(self._machine.hook * self._predicted(now, plan.groups))
         return self._noisy(self._native(now))
 
@@ -109,8 +112,12 @@ class Recorded(Meter):
         wall = noise * self._native(now)
         return Compute(now.forward, now.backward, now.optimizer, wall, ready, self._machine.crowd)
 
-    def profile(self, candidates: Sequence[str], budget: float) -> Profile:
+    def measuring(self, candidates: Sequence[str], budget: float) -> Work[Profile]:
+        yield
         return self._now()
+
+    def slice(self, work: Work[Profile]) -> Profile | None:
+        return finish(work)
 
     def link(self, budget: float) -> Link:
         return self._now().link("all_gather", "flat")

@@ -12,9 +12,13 @@ from tests.ranks import run
 from thinwire.auto.monitor import PERIOD
 from thinwire.auto.patience import DISAPPOINTMENTS, FIRST
 from thinwire.auto.profiling import WATCHED
-from thinwire.auto.tuner import CHECKED, GLANCE, SETTLE, WINDOW
+from thinwire.auto.tuner import CHECKED, CONTROLS, GLANCE, SETTLE, WINDOW
 from thinwire.planner.drift import Cusum
 from thinwire.planner.replan import is_dense
+
+PLANNED = WATCHED + 1
+"""The search runs beside one step."""
+TRIAL = SETTLE + WINDOW + len(CONTROLS)
 
 FAST, SLOW = 0.03, 3.0  # DDP alone spends a fiftieth of a step on such links, or half of it
 
@@ -29,17 +33,17 @@ def _run(machine: Machine, steps: int, plan_file: str | Path = "") -> Ended:
 
 
 def test_links_that_become_slow_and_fast_again_are_noticed() -> None:
-    drop, rise = 40, 110
+    drop, rise = 41, 110
     ended = _run(Machine({0: FAST, drop: SLOW, rise: FAST}), 160)
     (_, begun), (decided, stayed), (noticed, seen), (adopted, switched), (kept, words), *later = ended.decisions
     assert "watching DDP alone, without a hook" in begun
-    assert decided == WATCHED
+    assert decided == PLANNED
     assert "where a hook may cost 4%; DDP stays alone, no hook is registered" in stayed
     assert drop < noticed <= drop + 3 * PERIOD
     assert "links pass a byte in 100.00 times the seconds: planning again" in seen
     assert adopted <= noticed + 2 * PERIOD
     assert "switching to plan: " in switched
-    assert kept == adopted + SETTLE + WINDOW
+    assert kept == adopted + TRIAL
     assert words.endswith(": kept")
     assert rise < later[0][0] <= rise + 4 * PERIOD, "the codec hides it, the message between steps shows it"
     assert "links pass a byte in 0.01 times the seconds: planning again" in later[0][1]
@@ -48,10 +52,10 @@ def test_links_that_become_slow_and_fast_again_are_noticed() -> None:
 
 
 def test_a_trial_that_is_far_slower_goes_back_first_and_then_looks_at_links() -> None:
-    ended = _run(Machine({0: SLOW, WATCHED + 5: 500 * SLOW}), WATCHED + 2 * GLANCE + CHECKED + 3 * PERIOD)
+    ended = _run(Machine({0: SLOW, PLANNED + 5: 500 * SLOW}), PLANNED + 2 * GLANCE + CHECKED + 3 * PERIOD)
     switched, back, seen = ended.decisions[1:4]
     assert "switching to plan" in switched[1]
-    assert back[0] == WATCHED + 2 * GLANCE, "long before the trial would have ended"
+    assert back[0] == PLANNED + 2 * GLANCE, "long before the trial would have ended"
     assert "not faster; gradients travel dense, by plain all-reduces" in back[1]
     assert seen[0] == back[0] + CHECKED
     assert "links pass a byte in 500.00 times the seconds: planning again" in seen[1]
@@ -70,7 +74,7 @@ def test_three_disappointments_in_a_row_end_it() -> None:
 
 def test_a_busy_cpu_is_not_taken_for_slow_links() -> None:
     """Steps take twice as long because the thread waits for a core; so do the messages."""
-    begin, end = 40, 90
+    begin, end = 41, 90
     ended = _run(Machine({0: FAST}, waiting={0: 0.0, begin: 0.4, end: 0.0}), 140)
     said = [(step, text) for step, text in ended.decisions if "CPU contention, not links" in text]
     assert begin < said[0][0] <= begin + 3 * PERIOD
@@ -80,9 +84,9 @@ def test_a_busy_cpu_is_not_taken_for_slow_links() -> None:
 
 
 def test_steps_and_links_that_do_not_fit_are_watched_once_more() -> None:
-    ended = _run(Machine({0: SLOW}, native=1.8), WATCHED + CHECKED + 1)
+    ended = _run(Machine({0: SLOW}, native=1.8), PLANNED + CHECKED + 1)
     (first, doubt), (second, decision) = ended.decisions[1:]
-    assert (first, second) == (WATCHED, WATCHED + CHECKED)
+    assert (first, second) == (WATCHED, PLANNED + CHECKED)
     assert f"by its links it should take 644 ms: watching {CHECKED} more steps" in doubt
     assert "switching to plan" in decision
 
@@ -109,13 +113,13 @@ def test_measurements_that_contradict_steps_are_thrown_away(links: float, native
     ],
 )
 def test_a_hook_must_be_worth_what_it_costs(links: float, native: float, crowd: float, words: str) -> None:
-    ended = _run(Machine({0: links}, native=native, crowd=crowd), WATCHED + 1)
+    ended = _run(Machine({0: links}, native=native, crowd=crowd), PLANNED + 1)
     assert words in ended.decisions[1][1]
 
 
 def test_the_next_run_begins_with_what_one_chose(tmp_path: Path) -> None:
     file = tmp_path / "plans" / "mine.json"
-    ended = _run(Machine({0: SLOW}), WATCHED + 2 * (SETTLE + WINDOW) + 4, file)
+    ended = _run(Machine({0: SLOW}), PLANNED + 2 * TRIAL + 4, file)
     tried = [text for _, text in ended.decisions[1:]]
     assert "switching to plan: " in tried[0]
     assert "one codec for everything is predicted at" in tried[1]
@@ -123,12 +127,12 @@ def test_the_next_run_begins_with_what_one_chose(tmp_path: Path) -> None:
     plan = thinwire.Plan.load(file)
     assert (plan.quality, plan.cluster.world) == ("high", 2)
     assert not is_dense(plan)
-    again = _run(Machine({0: SLOW}, hook=3.0), SETTLE + WINDOW + 2, file)
+    again = _run(Machine({0: SLOW}, hook=3.0), WATCHED + TRIAL + 2, file)
     assert f"by the plan {file} of an earlier run; switching to plan: " in again.words
     assert "not faster; gradients travel dense, by plain all-reduces" in again.decisions[-1][1]
     assert again.words.endswith("now: dense")
     assert is_dense(thinwire.Plan.load(file))
-    last = _run(Machine({0: SLOW}), 2, file)
+    last = _run(Machine({0: SLOW}), WATCHED + 1, file)
     assert f"by the plan {file} of an earlier run DDP stays alone, no hook is registered" in last.words
     assert not last.hooked
 

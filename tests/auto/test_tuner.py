@@ -20,10 +20,16 @@ from tests.plans import plan_of
 from tests.ranks import RankError, run
 from thinwire.auto.meter import Meter
 from thinwire.auto.monitor import PERIOD
-from thinwire.auto.tuner import CHECKED, SETTLE, WINDOW
+from thinwire.auto.profiling import WATCHED
+from thinwire.auto.tuner import CHECKED, CONTROLS, SETTLE, WINDOW
 from thinwire.codecs import CodecState, TopK, register
 from thinwire.comm.world import TorchWorld
 from thinwire.ddp.wire import DDPWire
+from thinwire.engine.lifecycle import Phase
+from thinwire.profiler.watch import Compute
+
+TRIED = WATCHED + SETTLE + WINDOW + len(CONTROLS)
+"""Steps until a saved plan has been tried."""
 
 SHAPES = {name: tuple(parameter.shape) for name, parameter in mlp().named_parameters()}
 
@@ -59,7 +65,11 @@ class Steady(Meter):
         self._wire, self._native = wire, native
 
     def step(self) -> float:
-        return self._native if self._wire.strategy.direct else 1.0
+        dense = self._wire.strategy.direct or self._wire.session.lifecycle.phase in (Phase.NATIVE, Phase.CONTROL)
+        return self._native if dense else 1.0
+
+    def compute(self) -> Compute:
+        return Compute(0.1, 0.1, 0.1, self._native, {})
 
     def stretched(self) -> float:
         return 0.0
@@ -101,7 +111,7 @@ def test_one_rank_has_nobody_to_exchange_with() -> None:
 
 
 def test_a_saved_plan_that_holds_what_it_promises_is_kept(tmp_path: Path) -> None:
-    words, hooked, _, lost = run(2, _auto, _plan(tmp_path, "topk(density=0.1)"), SETTLE + WINDOW + 2)[0]
+    words, hooked, _, lost = run(2, _auto, _plan(tmp_path, "topk(density=0.1)"), TRIED + 2)[0]
     assert hooked
     assert ": kept" in words
     assert "now: plan: topk(density=0.1)" in words
@@ -109,7 +119,7 @@ def test_a_saved_plan_that_holds_what_it_promises_is_kept(tmp_path: Path) -> Non
 
 
 def test_a_plan_that_is_not_faster_is_given_up_and_nothing_is_lost(tmp_path: Path) -> None:
-    results = run(2, _auto, _plan(tmp_path, "topk(density=0.1)", dense_seconds=0.9), SETTLE + WINDOW + 4, 0.9)
+    results = run(2, _auto, _plan(tmp_path, "topk(density=0.1)", dense_seconds=0.9), TRIED + 4, 0.9)
     words, hooked, _, lost = results[0]
     assert results[0][2] == results[1][2]
     assert hooked
@@ -120,12 +130,18 @@ def test_a_plan_that_is_not_faster_is_given_up_and_nothing_is_lost(tmp_path: Pat
 
 def _beside_plain(plan_file: str, native: float, promised: float) -> tuple[str, str, float]:
     """A plan, and a plain one that promises to take so many seconds."""
-    ddp, steps = wrapped(), 2 * (SETTLE + WINDOW) + CHECKED + 4
+    ddp, steps = wrapped(), 2 * TRIED + CHECKED + 4
     wire = _attached(ddp, plan_file, native)
-    plain = plan_of(SHAPES, [(list(SHAPES), "topk(density=0.2)")], 2, each=2)
-    wire.tuner._plain = msgspec.structs.replace(plain, predicted_seconds=promised)
+    tuner, plain = wire.tuner, plan_of(SHAPES, [(list(SHAPES), "topk(density=0.2)")], 2, each=2)
+    assert tuner is not None
     ledger = Ledger(ddp)
-    train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), range(steps), each=lambda step: ledger.close_step())
+
+    def each(step: int) -> None:
+        ledger.close_step()
+        if step == WATCHED:  # the first plan is on trial
+            tuner._plain = msgspec.structs.replace(plain, predicted_seconds=promised)
+
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), range(steps), each=each)
     return wire.explain(), digest(ddp), ledger.balance(wire)
 
 
@@ -141,7 +157,7 @@ def _beside_plain(plan_file: str, native: float, promised: float) -> tuple[str, 
 def test_a_plan_is_compared_with_a_plain_one_that_may_be_faster(
     dense_seconds: float, promised: float, is_tried: bool, tmp_path: Path
 ) -> None:
-    saved = _plan(tmp_path, "topk(density=0.1)", dense_seconds=dense_seconds, predicted_seconds=1.0)
+    saved = _plan(tmp_path, "topk(density=0.1)", dense_seconds=dense_seconds, predicted_seconds=0.8 * dense_seconds)
     (words, mine, lost), (_, other, _) = run(2, _beside_plain, saved, dense_seconds, promised)
     assert mine == other
     assert lost <= 1e-5
@@ -161,12 +177,12 @@ def test_a_plan_is_compared_with_a_plain_one_that_may_be_faster(
     [("tripled(density=0.1)", "times the norm of what came in"), ("overdrawn(density=0.1)", "given up")],
 )
 def test_a_wrong_codec_is_found_and_given_up(codec: str, reason: str, tmp_path: Path) -> None:
-    results = run(2, _auto, _plan(tmp_path, codec), 50)
+    results = run(2, _auto, _plan(tmp_path, codec), 70)
     words = results[0][0]
     assert results[0][2] == results[1][2]
     (line,) = [line for line in words.splitlines() if "given up" in line]
     assert reason in line
-    assert int(line.split(":")[0].removeprefix("step ")) <= 4 * PERIOD + 3
+    assert int(line.split(":")[0].removeprefix("step ")) <= WATCHED + 4 * PERIOD + 3 + len(CONTROLS)
     assert words.endswith("now: dense")
 
 
@@ -211,7 +227,7 @@ def _resumed(plan_file: str, cut: int, steps: int) -> tuple[str, str, bool]:
 
     def job(file: str) -> tuple[Any, Any, Any]:
         ddp = wrapped(mlp())
-        return ddp, thinwire.attach(ddp, plan_file=file), torch.optim.SGD(ddp.parameters(), lr=0.05)
+        return ddp, _attached(ddp, file), torch.optim.SGD(ddp.parameters(), lr=0.05)
 
     ddp, wire, optimizer = job(plan_file)
     train(ddp, optimizer, range(cut))
@@ -228,8 +244,10 @@ def _resumed(plan_file: str, cut: int, steps: int) -> tuple[str, str, bool]:
     return digest(ddp), digest(other), again.hooked
 
 
-def test_a_state_brings_its_plan_with_it(tmp_path: Path) -> None:
-    for whole, resumed, hooked in run(2, _resumed, _plan(tmp_path, "micro(density=0.1)"), 7, 14):
+@pytest.mark.parametrize(("cut", "steps"), [(4, 8), (min(CONTROLS), min(CONTROLS) + 2)])
+def test_a_state_brings_its_plan_and_its_control_step_with_it(cut: int, steps: int, tmp_path: Path) -> None:
+    file = _plan(tmp_path, "micro(density=0.1)")
+    for whole, resumed, hooked in run(2, _resumed, file, WATCHED + cut, WATCHED + steps):
         assert hooked
         assert whole == resumed
 

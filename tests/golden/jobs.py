@@ -38,7 +38,9 @@ class Job:
         if kind == "stream":
             self.wire = internals.stream_wire(self.ddp, "topk(density=0.05)", min_elements=64)
         elif kind == "auto":
-            self.wire = thinwire.attach(self.ddp, plan_file="" if resumed else PLAN, min_elements=64)
+            self.wire = thinwire.attach(self.ddp, plan_file="", min_elements=64)
+            if not resumed:
+                internals.use_at_once(self.wire, thinwire.Plan.load(PLAN))
         else:
             what = thinwire.Plan.load(PLAN) if kind == "plan" else TEXTS.get(kind, "randomblock(ratio=8)")
             self.wire = thinwire.attach(self.ddp, what, scaler=self.scaler, min_elements=64)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from ..comm.world import TorchWorld
 from ..planner.profile import Link, Profile
 from ..profiler.contention import LoadMeter
 from ..profiler.links import measure, probe
+from ..profiler.slices import BRIEF, Work
 from ..profiler.watch import Compute
 from .profiling import Profiling
+from .shared import mean
+
+SLICE = 0.25
+"""Seconds for which training stands still at a time, while links and codecs are measured."""
 
 
 class Meter:
@@ -36,9 +42,21 @@ class Meter:
         """What the steps watched so far computed."""
         return self._profiling.watch.compute()
 
-    def profile(self, candidates: Sequence[str], budget: float) -> Profile:
-        """Links and codecs, measured for about `budget` seconds. A collective; the same on all ranks."""
-        return self._profiling.measure(candidates=candidates, budget=budget)
+    def measuring(self, candidates: Sequence[str], budget: float) -> Work[Profile]:
+        """Links and codecs, measured for about `budget` seconds, with pauses. The same on all ranks."""
+        return self._profiling.measuring(candidates, budget, BRIEF)
+
+    def slice(self, work: Work[Profile]) -> Profile | None:
+        """Go on with a measurement for `SLICE` seconds, the mean over ranks. Its result, at the end. A collective."""
+        begun, passed = time.perf_counter(), 0.0
+        while passed < SLICE:
+            try:
+                next(work)
+            except StopIteration as end:
+                found: Profile = end.value
+                return found
+            (passed,) = mean(self._world, time.perf_counter() - begun)
+        return None
 
     def link(self, budget: float) -> Link:
         """An all-gather between all ranks, measured for about `budget` seconds. A collective; the same on all ranks."""

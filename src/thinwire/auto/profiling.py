@@ -17,6 +17,7 @@ from ..engine.warmup import compile_kernels
 from ..errors import ThinwireError
 from ..planner.profile import Profile, Tensor
 from ..profiler import measure
+from ..profiler.slices import THOROUGH, Effort, Work, finish
 from ..profiler.watch import Compute, Watch
 
 WATCHED, KEPT = 8, 3
@@ -74,23 +75,28 @@ class Profiling:
         self, *, candidates: Sequence[str] | None = None, budget: float = 15.0, model: str = "", rate: str = ""
     ) -> Profile:
         """Links and codecs, for about `budget` seconds, between two steps. A collective; the same profile on all ranks."""
-        group, problem = self.module.process_group, None
-        compute = Compute(0.0, 0.0, 0.0, 0.0, {})
         texts = list(measure.CANDIDATES if candidates is None else candidates)
+        return finish(self.measuring(texts, budget, model=model, rate=rate))
+
+    def measuring(
+        self, candidates: Sequence[str], budget: float, effort: Effort = THOROUGH, model: str = "", rate: str = ""
+    ) -> Work[Profile]:
+        """The same with pauses, in which training may go on."""
+        group, problem = self.module.process_group, None
+        compute, strategies = Compute(0.0, 0.0, 0.0, 0.0, {}), dict[str, Strategy]()
         try:
             compute = self.watch.compute()
-            strategies = [Strategy.of(text) for text in texts]
+            strategies = {text: Strategy.of(text) for text in candidates}
         except (ThinwireError, ValueError) as error:
-            problem, strategies = problem_of(error), []
-        agree(group, {"candidates": texts, "steps": len(self.watch.steps), "tensors": sorted(compute.ready)}, problem)
-        for strategy in strategies:
-            compile_kernels(group, strategy)
+            problem = problem_of(error)
+        steps = len(self.watch.steps)
+        agree(group, {"candidates": list(candidates), "steps": steps, "tensors": sorted(compute.ready)}, problem)
         kinds = {plain(name): kind for name, kind in kinds_of(self.module.module).items()}
         infos = [describe(name, parameter, kinds.get(name)) for name, parameter in self._named.items()]
         tensors = [Tensor(info.name, info.elements, info.kind, info.dtype, 0.0, info.shape) for info in infos]
         world = TorchWorld(group, 1, None, *ranks_per_node(group))
         try:
-            found = measure.measure(
+            found = yield from measure.measuring(
                 model or type(self.module.module).__name__,
                 tensors,
                 compute,
@@ -100,6 +106,8 @@ class Profiling:
                 budget=budget,
                 rate=rate,
                 buckets=self._buckets(),
+                effort=effort,
+                prepare=lambda text: compile_kernels(group, strategies[text]),
             )
             dist.barrier(group=group)  # a peer may still be in the last collective
             return found

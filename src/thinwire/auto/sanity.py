@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -80,6 +82,19 @@ def judge(evidence: Evidence, predicted: float, least: float) -> Verdict:
     gain = 1.0 - predicted / evidence.native
     enough = gain >= max(least, evidence.unsteady / 2.0)
     return Verdict.ACT if enough and possible(evidence, predicted) else Verdict.STAY
+
+
+def to_beat(before: float, controls: Sequence[float], dense: bool) -> float:
+    """What a trial is compared with.
+
+    before    seconds of a step by what ran before, measured then
+    controls  seconds of dense steps between those of the trial: they met the same load
+    dense     whether dense steps, or DDP alone, were what ran before
+    """
+    if not controls:
+        return before
+    now = statistics.median(controls)
+    return now if dense else min(before, now)
 
 
 def transferred(plan: Plan, native: float, compute: float) -> Plan:

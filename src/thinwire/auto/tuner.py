@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.world import TorchWorld
 from ..engine.compiler import PLANNING
+from ..engine.lifecycle import Phase
 from ..engine.strategy import Strategy
 from ..engine.warmup import compile_kernels
 from ..engine.watchdog import Watchdog
@@ -31,27 +35,30 @@ from ..planner.plan import Plan, Quality
 from ..planner.profile import Profile
 from ..planner.replan import (
     Choice,
+    PlanThread,
     ReplanRequest,
-    ReplanThread,
     best_plan_fitted,
     ddp_plan,
     expected_step,
     is_dense,
     milliseconds,
     predict_ddp,
+    replan,
 )
 from ..planner.search import by_buckets
+from ..profiler.slices import Work
 from ..profiler.watch import unsteadiness
 from .candidates import ROUNDS, candidates
 from .changes import Changes
 from .compiling import LONGEST, Compiling
+from .control import Control
 from .decisions import Decisions
 from .meter import Meter
-from .monitor import Monitor, Snapshot, probe_bytes
+from .monitor import PERIOD, Monitor, Snapshot, probe_bytes
 from .patience import DISAPPOINTMENTS, Patience
 from .plan_cache import Found, PlanFile
 from .profiling import Profiling
-from .sanity import TWICE, Evidence, Verdict, contradiction, judge, possible
+from .sanity import TWICE, Evidence, Verdict, contradiction, fits_plan, judge, possible, to_beat, transferred
 from .shared import from_rank_0, mean
 
 SETTLE, WINDOW = 8, 10
@@ -70,14 +77,24 @@ APART = 1.5
 CHECKED = 5
 """Steps of DDP alone that are watched once more in that case; and steps after a trial that was slower, before more is done."""
 
+CONTROLS = frozenset({SETTLE + 3, SETTLE + 6, SETTLE + 9})
+"""After these steps of a trial comes a control step, unless links say that it is far slower: both meet the same load."""
+
 GLANCE, FAR_SLOWER = 4, 2.0
 """After so many steps of a trial, and after as many more, it is given up if steps take so many times what they took before."""
+
+CONTROL_AHEAD = 2
+"""In so many steps comes a control step that has been earned."""
 
 CROWDED, MOST_CROWDED = 1.2, 2.0
 """Threads for every core from which on it is worth a word, and beyond which a hook is not taken to cost still more: plans
 that promise a fifth of a step are worth a trial wherever they run."""
 
-LONGEST_MEASUREMENT = 12.0
+NOTICED = 0.02
+"""Seconds between two steps that count as a pause."""
+
+MEASUREMENT = 1.25
+"""Seconds for which links and codecs are measured, in slices between steps, whatever a step takes."""
 
 
 class Hook(Protocol):
@@ -86,6 +103,19 @@ class Hook(Protocol):
     registered: bool
 
     def register(self) -> None: ...
+
+
+@dataclass
+class Pauses:
+    """For how long training stood still between two steps, where it was long enough to notice. Of this rank, in seconds."""
+
+    total: float = 0.0
+    longest: float = 0.0
+    last_step: int = 0
+
+    def add(self, step: int, seconds: float) -> None:
+        if seconds >= NOTICED:
+            self.total, self.longest, self.last_step = self.total + seconds, max(self.longest, seconds), step
 
 
 class AutoTuner:
@@ -115,11 +145,13 @@ class AutoTuner:
         self._trial: list[float] = []
         self._paused = self._planning = False
         self._monitor, self._changes = Monitor(world, self.watchdog), Changes()
-        self._patience = Patience()
-        self._search: ReplanThread | None = None
+        self._patience, self.pauses = Patience(), Pauses()
+        self._control, self._controls = Control(), list[float]()
+        self._recent: deque[float] = deque(maxlen=PERIOD)
+        self._search: PlanThread | None = None
         self._file = PlanFile(plan_file, quality, wire.session.job.tensors, world)
         self._profiling: Profiling | None = None
-        self._compiling = Compiling(world, [PLANNING, *candidates(quality, world, LONGEST_MEASUREMENT)])
+        self._compiling = Compiling(world, [PLANNING, *candidates(quality, world)])
         self.meter: Meter | None = None
 
     def begin(self) -> None:
@@ -135,26 +167,22 @@ class AutoTuner:
         assert module is not None
         self._profiling = Profiling(module, self._after_step)
         self.meter = Meter(self._profiling, self._world)
-        if saved is None and not self._compiling.begin():
-            self.decisions.add("kernels are compiled beside the training, once per machine; DDP alone meanwhile")
-            self._rest(self._waiting_for_kernels)
-        elif saved is None:
-            self.decisions.add("watching DDP alone, without a hook, for some steps")
-        elif is_dense(saved):
-            self.decisions.add(
-                f"by the plan {self._file.path} of an earlier run DDP stays alone, no hook is registered"
-            )
-            self._rest(self._running)
+        watching = "watching DDP alone, without a hook, for some steps"
+        if saved is not None:
+            watching = f"{watching}, before the plan {self._file.path} of an earlier run is used"
+            self._phase = functools.partial(self._starting, saved)
+        if self._compiling.begin():
+            self.decisions.add(watching)
         else:
-            self._baseline = saved.dense_seconds
-            self._rest(self._running)
-            self._switch(saved, f"by the plan {self._file.path} of an earlier run")
+            self.decisions.add("kernels are compiled beside the training, once per machine; DDP alone meanwhile")
+            self._rest(functools.partial(self._waiting_for_kernels, self._phase))
 
     def _rest(self, phase: Callable[[], None]) -> None:
         """No profile is wanted any more; what was seen so far says nothing about what comes now."""
         if self._profiling is not None:
             self._profiling.rest()
-        self._trial = []
+        self._trial, self._controls = [], []
+        self._recent.clear()
         self._monitor.rest()
         self._changes = Changes()
         self._phase = phase
@@ -177,20 +205,25 @@ class AutoTuner:
             self._paused = True
             self._monitor.rest()
             return
+        begun = time.perf_counter()
         try:
-            self._phase()
+            if self.wire.session.lifecycle.phase is Phase.CONTROL:
+                self._controlled()
+            else:
+                self._phase()
         except ThinwireError as error:  # on all ranks: whatever fails here was agreed on
             if self.wire.error is not None:
                 raise
             self.decisions.add(f"nothing further is tried: {error}", loud=True)
             self._rest(_nothing)
+        self.pauses.add(self.wire.steps, time.perf_counter() - begun)
 
-    def _waiting_for_kernels(self) -> None:
+    def _waiting_for_kernels(self, then: Callable[[], None]) -> None:
         state = self._compiling.step()
         if state == "ready":
             assert self._profiling is not None
             self.decisions.add("kernels are compiled: watching DDP alone, without a hook, for some steps")
-            self._rest(self._watching)
+            self._rest(then)
             self._profiling.begin()
         elif state == "late":
             self.decisions.add(
@@ -201,23 +234,61 @@ class AutoTuner:
             self._rest(_nothing)
 
     def _watching(self) -> None:
-        profiling, meter = self._profiling, self.meter
-        assert profiling is not None
-        assert meter is not None
-        if not profiling.ready:
+        assert self._profiling is not None
+        if not self._profiling.ready:
             return
-        found = meter.compute()
-        native, compute, self._crowd, self._unsteady = mean(
-            self._world, found.wall, found.forward + found.backward + found.optimizer, found.crowd, found.unsteady
-        )
+        native, compute = self._seen()
         words = f"{milliseconds(compute)} of it computation"
         if native - compute < LEAST_GAIN * native:
             self.native_seconds = self._baseline = native
             self._stay(f"{_alone(native)}, {words}: no method can save {LEAST_GAIN:.0%}")
+        else:
+            self._measure(native, words)
+
+    def _seen(self) -> tuple[float, float]:
+        """Seconds of a step of DDP alone, and of its computation, from the steps watched. A collective."""
+        assert self.meter is not None
+        found = self.meter.compute()
+        native, compute, self._crowd, self._unsteady = mean(
+            self._world, found.wall, found.forward + found.backward + found.optimizer, found.crowd, found.unsteady
+        )
+        return native, compute
+
+    def _starting(self, saved: Plan) -> None:
+        """The plan of an earlier run is used where the job is what it was then."""
+        assert self._profiling is not None
+        if not self._profiling.ready:
             return
-        budget = min(LONGEST_MEASUREMENT, max(2.0, 20 * native))
-        profile = meter.profile(candidates(self.quality, self._world, budget), budget)
-        self._borders = profiling.borders(profile)
+        (native, compute), by = self._seen(), f"by the plan {self._file.path} of an earlier run"
+        self.native_seconds = self._baseline = native
+        words = f"{_alone(native)}, {milliseconds(compute)} of it computation"
+        fits, plan = fits_plan(saved, native, compute), transferred(saved, native, compute)
+        evidence = Evidence(native, compute, native, unsteady=self._unsteady)
+        if fits and is_dense(saved):
+            self.decisions.add(f"{words}; {by} {self._how}")
+            self._rest(self._running)
+        elif fits and judge(evidence, plan.predicted_seconds, LEAST_GAIN) is Verdict.ACT:
+            self._switch(plan, f"{words}; {by}")
+        else:
+            then = milliseconds(saved.dense_seconds)
+            self.decisions.add(f"{words}; the plan {self._file.path} was made for steps of {then}: it is dropped")
+            self._profile = None
+            self._watching()
+
+    def _measure(self, native: float, words: str) -> None:
+        """Links and codecs, a slice after each of the next steps."""
+        assert self.meter is not None
+        work = self.meter.measuring(candidates(self.quality, self._world), MEASUREMENT)
+        self._phase = functools.partial(self._measuring, work, native, words)
+        self._phase()
+
+    def _measuring(self, work: Work[Profile], native: float, words: str) -> None:
+        assert self.meter is not None
+        assert self._profiling is not None
+        profile = self.meter.slice(work)
+        if profile is None:
+            return
+        self._borders = self._profiling.borders(profile)
         self._profile = profile = by_buckets(profile, self._borders)
         self._expected = from_rank_0(self._world, lambda: predict_ddp(profile, self._borders), float)
         if _apart(native, self._expected):
@@ -225,7 +296,7 @@ class AutoTuner:
             self.decisions.add(f"{_alone(native)}, {expectation}: watching {CHECKED} more steps")
             self._rest(functools.partial(self._checking, words))
         else:
-            self._weigh(native, words)
+            self._plan_beside(native, words)
 
     def _checking(self, words: str) -> None:
         """DDP alone once more, because its steps and the links, which were measured after them, did not fit."""
@@ -233,23 +304,32 @@ class AutoTuner:
         self._trial.append(self.meter.step())
         if len(self._trial) == CHECKED:
             native, self._unsteady = mean(self._world, statistics.median(self._trial), unsteadiness(self._trial))
-            self._weigh(native, words)
+            self._plan_beside(native, words)
 
     def _evidence(self, native: float) -> Evidence:
         assert self._profile is not None
-        return Evidence(native, self._profile.compute, self._expected, unsteady=self._unsteady)
+        return Evidence(native, self._profile.compute, self._expected, self._profile.spread, self._unsteady)
 
-    def _weigh(self, native: float, words: str) -> None:
-        """Whether the best plan is worth a hook."""
-        profile = self._profile
+    def _plan_beside(self, native: float, words: str) -> None:
+        """Rank 0 searches in a thread, while all go on."""
+        profile, borders, quality = self._profile, self._borders, self.quality
         assert profile is not None
         self.native_seconds = self._baseline = native
         if reason := contradiction(self._evidence(native)):
             self._too_busy(f"{_alone(native)}, by its links it should take {milliseconds(self._expected)}: {reason}")
             return
-        choice: Choice = from_rank_0(
-            self._world, lambda: best_plan_fitted(profile, self.quality, self._borders, native), Choice
-        )
+        if self._world.rank == 0:
+            self._search = PlanThread(lambda: best_plan_fitted(profile, quality, borders, native))
+        self._rest(functools.partial(self._weighing, native, words))
+
+    def _weighing(self, native: float, words: str) -> None:
+        """Whether the best plan is worth a hook, as soon as it is found."""
+        search = self._search
+        (found,) = mean(self._world, float(search is not None and search.done))
+        if not found:
+            return
+        self._search = None
+        choice: Choice = from_rank_0(self._world, lambda: search.result() if search is not None else None, Choice)
         self._profile = choice.profile
         # Where threads wait for cores a hook costs more.
         plan, predicted, least = (
@@ -296,6 +376,7 @@ class AutoTuner:
     def _switch(self, plan: Plan, words: str, considered: Sequence[str] = (), plain: Plan | None = None) -> None:
         """From the next step on by this plan, on trial; `plain` is tried too if it promises more than this one keeps."""
         self._before, self._plain = self.wire.strategy, plain
+        self._control = Control(self._control.dense or self.native_seconds)
         self._go_over(plan)
         self.decisions.add(f"{words}; switching to {self.wire.strategy}", considered)
         self._rest(self._trying)
@@ -310,6 +391,10 @@ class AutoTuner:
             return
         count, plan = len(self._trial), self.wire.plan
         ended = count == SETTLE + WINDOW
+        if count in CONTROLS:
+            (now,) = mean(self._world, statistics.median(self._recent))
+            if self._control.needed(now):
+                self.wire.session.control(1)
         if not ended and (count > SETTLE or count % GLANCE):
             return
         seen = self._trial[SETTLE:] if ended else self._trial[-GLANCE:]
@@ -318,6 +403,9 @@ class AutoTuner:
             f"{milliseconds(measured)} per step, predicted {milliseconds(plan.predicted_seconds)}, "
             f"before {milliseconds(self._baseline)}"
         )
+        if self._controls:
+            words += f", dense steps in between {milliseconds(statistics.median(self._controls))}"
+        self._baseline = to_beat(self._baseline, self._controls, self._before.direct)
         if measured > FAR_SLOWER * self._baseline or (ended and measured >= self._baseline):
             self._go_back(words, measured)
         elif ended:
@@ -330,6 +418,37 @@ class AutoTuner:
                 return
             self.decisions.add(f"{words}: kept")
             self._phase = self._running  # what is under way goes on
+
+    def _controlled(self) -> None:
+        """The last step was a control step."""
+        assert self.meter is not None
+        if not self._recent:
+            return
+        dense, now = mean(self._world, self.meter.step(), statistics.median(self._recent))
+        slower = self._control.compare(dense, now)
+        self._controls.append(dense)
+        if self._phase != self._running or not slower:
+            return
+        strategy = self.wire.strategy
+        self._go_over("dense")
+        words = f"{strategy} takes {milliseconds(now)} per step, single dense steps {milliseconds(dense)}"
+        self.decisions.add(f"{words}: slower than DDP; gradients travel dense, by plain all-reduces", loud=True)
+        self._baseline = dense
+        self._search, self._planning = None, False
+        self._final |= self._patience.disappointed()
+        self._rest(self._running)
+
+    def _compare_with_dense(self, snapshot: Snapshot) -> None:
+        """A control step, as soon as one is earned."""
+        if self.wire.strategy.direct:
+            return
+        seconds, slower = snapshot.load.wall, 1.0
+        if snapshot.link > 0.0 and self._profile is not None:
+            size = probe_bytes(self._profile, self.wire.plan)
+            slower = snapshot.link / self._profile.link("all_gather", "flat").seconds(size)
+        self._control.passed(PERIOD * seconds)
+        if self._control.due(seconds, slower) and self.wire.session.progress.control == 0:
+            self.wire.session.control(CONTROL_AHEAD)
 
     def _go_back(self, words: str, measured: float) -> None:
         """A trial was slower: first back to what was before, then think about it."""
@@ -392,6 +511,7 @@ class AutoTuner:
             self._give_up(snapshot.alarm)
             return
         changed = self._changes.observe(snapshot)
+        self._compare_with_dense(snapshot)
         if snapshot.planned:
             self._adopt()
         elif changed and not self._planning and not self._final:
@@ -412,6 +532,7 @@ class AutoTuner:
         meter = self.meter
         assert meter is not None
         session = self.wire.session
+        self._recent.append(meter.step())
         executor = session.executor if not session.direct.last else None
         return self._monitor.step(
             (meter.step(), meter.stretched()),
@@ -449,7 +570,7 @@ class AutoTuner:
         self._baseline, self._planning = seconds, True
         if self._world.rank == 0:
             request = ReplanRequest(self._profile, self.wire.plan, self.quality, links, seconds, self._borders)
-            self._search = ReplanThread(request)
+            self._search = PlanThread(lambda: replan(request))
 
     def _links_now(self, step: float) -> float | None:
         """How many times the seconds of the profile links need for a byte; None if that cannot be true. Takes about a step.
@@ -459,7 +580,7 @@ class AutoTuner:
         profile, plan = self._profile, self.wire.plan
         assert profile is not None
         assert self.meter is not None
-        now, before = self.meter.link(min(0.5, max(0.2, step))), profile.link("all_gather", "flat")
+        now, before = self.meter.link(min(0.3, max(0.1, step))), profile.link("all_gather", "flat")
         (small, _), (large, _) = now.points[0], now.points[-1]
         difference = max(before.seconds(large) - before.seconds(small), 1e-9)
         (links,) = mean(self._world, max((now.seconds(large) - now.seconds(small)) / difference, 1e-3))
@@ -520,6 +641,8 @@ class AutoTuner:
         if self._world.size > 1 and not self.wire.strategy.direct:
             self._hook.register()
             self._rest(self._running)
+            plan = self.wire.plan
+            self._control = Control(plan.dense_seconds if plan is not None else 0.0)
             self.decisions.add(f"goes on with {self.wire.strategy}, as saved")
 
     def _saved_plan(self) -> Plan | None:
@@ -547,7 +670,9 @@ class AutoTuner:
         """See `DDPWire.explain`."""
         now = self.wire.strategy.full if self._hook.registered else "DDP alone, no hook"
         head = f"auto, quality {self.quality!r}, {self._world.size} ranks"
-        return "\n".join([head, *self.decisions.lines(), f"now: {now}"])
+        pauses = self.pauses
+        stood = f"training stood still for {pauses.total:.1f} s in all, at most {pauses.longest:.1f} s at a time"
+        return "\n".join([head, *self.decisions.lines(), stood, f"now: {now}"])
 
     def close(self) -> None:
         self._compiling.close()

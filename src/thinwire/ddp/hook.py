@@ -78,6 +78,8 @@ class BucketHook:
         names = self._note(bucket)
         if bucket.index() == 0 and (phase := self._next_phase()) is not lifecycle.phase:
             lifecycle.enter(phase)
+        if bucket.is_last():
+            session.progress.control = max(0, session.progress.control - 1)
         if lifecycle.phase is Phase.COMPRESSED:
             return self._submit(names, bucket.buffer(), bucket.index() == 0, bucket.is_last())
         if lifecycle.phase is Phase.HOLDING:
@@ -85,6 +87,9 @@ class BucketHook:
         future = self._reduce(bucket, names)
         if lifecycle.phase is Phase.DIRECT:
             session.progress.dense_steps += bucket.is_last()
+        elif lifecycle.phase is Phase.CONTROL:
+            if bucket.is_last():
+                self._end_control_step()
         elif bucket.is_last():
             self._end_dense_step()
         return future
@@ -96,7 +101,7 @@ class BucketHook:
             return Phase.HOLDING if self._dense_enough and not session.strategy.direct else Phase.DENSE
         if executor.direct and not executor.rank_states[0].inherits:
             return Phase.DIRECT
-        return Phase.COMPRESSED
+        return Phase.CONTROL if session.progress.control == 1 else Phase.COMPRESSED
 
     def _note(self, bucket: GradBucket) -> tuple[str, ...]:
         """The tensors of a bucket; after the last one of a step it is known how DDP cuts them."""
@@ -178,10 +183,13 @@ class BucketHook:
             self._dense.begin(session.steps + 1)
             self._matches = True
         number, partition = direct.count, session.partition
+        if session.lifecycle.phase is Phase.CONTROL:
+            partition = session.control_partition or None
         self._matches &= partition is None or names in partition
         if (
             bucket.is_last()
             and self._matches
+            and partition is session.partition
             and session.executor is not None
             and number > self._steps_until_final + 1
         ):
@@ -200,6 +208,12 @@ class BucketHook:
         elif session.partition is None and not session.strategy.direct:
             # A job that resumes before it has a layout has the buckets of a first step: sums must not depend on it.
             session.partition = session.seen
+
+    def _end_control_step(self) -> None:
+        """The layout goes on as if it had not been; only the job counts it."""
+        self._used.clear()
+        self.session.progress.dense_steps += 1
+        self.session.recorder.event(self.session.steps, "control", "a dense step, to compare with")
 
     @property
     def _dense_enough(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from ..errors import StateError
 from ..log import logger
 from ..version import __version__
@@ -46,6 +48,8 @@ class Checkpointer:
 
     def _meta(self, rank: int) -> state.Meta:
         session = self.session
+        buckets = session.partition or () if session.executor is None else session.control_partition
+        control = session.progress.control
         return state.Meta(
             state.FORMAT,
             __version__,
@@ -54,9 +58,10 @@ class Checkpointer:
             session.strategy.codec,
             session.strategy.chain,
             dense_steps=session.progress.dense_steps,
-            buckets=[list(names) for names in session.partition or ()] if session.executor is None else [],
+            buckets=[list(names) for names in buckets],
             settings=dict(session.settings),
             plan=session.strategy.plan,
+            control=session.steps + control if control else msgspec.UNSET,
         )
 
     def _loose_layout(self) -> Layout:
@@ -104,8 +109,14 @@ class Checkpointer:
             if candidate is not None:
                 session.use(candidate)
             session.settings, session.progress.dense_steps = settings, meta.dense_steps
+            buckets = [tuple(names) for names in meta.buckets]
             if session.executor is None:
-                session.partition = [tuple(names) for names in meta.buckets] or None
+                session.partition = buckets or None
+            else:
+                session.control_partition = buckets
+            session.progress.control = 0
+            if meta.control is not msgspec.UNSET and candidate is not None and not strategy.direct:
+                session.progress.control = max(0, meta.control - meta.dense_steps - meta.step)
             self._explain(meta, before)
 
         learnt = state.agreement(candidate, session.world.local_ranks[0]) if candidate is not None else ""

@@ -106,7 +106,7 @@ class Step(_Line, frozen=True):
 
 
 class Event(_Line, frozen=True):
-    """`what` is skipped, settings, codec, auto, fallback or closed."""
+    """`what` is skipped, settings, codec, auto, control, fallback or closed."""
 
     step: Count
     time: Real

@@ -19,15 +19,21 @@ class Phase(enum.Enum):
     """By the layout, in the exchange thread."""
     DIRECT = "direct"
     """There is a layout, and nothing to it but all-reduces: they are issued right from the hook."""
+    CONTROL = "control"
+    """One dense step of a job that compresses, for comparison: plain all-reduces, and whatever the layout remembers stays."""
     CLOSED = "closed"
 
 
+_LAYOUT = {Phase.COMPRESSED, Phase.DIRECT, Phase.CONTROL, Phase.CLOSED}
+"""Where there is a layout, there will be one."""
+
 _NEXT = {
-    Phase.NATIVE: {Phase.DENSE, Phase.HOLDING, Phase.COMPRESSED, Phase.DIRECT, Phase.CLOSED},
-    Phase.DENSE: {Phase.HOLDING, Phase.COMPRESSED, Phase.DIRECT, Phase.CLOSED},
-    Phase.HOLDING: {Phase.DENSE, Phase.COMPRESSED, Phase.DIRECT, Phase.CLOSED},  # a change, or a state, may want less
-    Phase.COMPRESSED: {Phase.DIRECT, Phase.CLOSED},
-    Phase.DIRECT: {Phase.COMPRESSED, Phase.CLOSED},
+    Phase.NATIVE: {Phase.DENSE, Phase.HOLDING, *_LAYOUT},
+    Phase.DENSE: {Phase.HOLDING, *_LAYOUT},
+    Phase.HOLDING: {Phase.DENSE, *_LAYOUT},  # a change, or a state, may want less
+    Phase.COMPRESSED: _LAYOUT,
+    Phase.DIRECT: _LAYOUT,
+    Phase.CONTROL: _LAYOUT,
     Phase.CLOSED: set[Phase](),
 }
 

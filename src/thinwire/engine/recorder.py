@@ -34,9 +34,13 @@ Sink = Callable[[journal.Line], None]
 
 @dataclass
 class Progress:
-    """Steps that no executor has counted: those of DDP alone, and those of plain all-reduces."""
+    """Steps that no executor has counted: those of DDP alone, and those of plain all-reduces.
+
+    control  in how many steps one is a control step; 0 if none is agreed on
+    """
 
     dense_steps: int = 0
+    control: int = 0
 
 
 @dataclass

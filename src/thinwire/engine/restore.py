@@ -124,7 +124,7 @@ def find(state: State, rank: int, world: int) -> Source:
             )
     metas = [_read(state, f"rank{other}") for other in range(old)]
     for meta in metas[1:]:
-        for what in ("world", "progress", "codec", "chain", "plan", "settings", "layout", "buckets"):
+        for what in ("world", "progress", "codec", "chain", "plan", "settings", "layout", "buckets", "control"):
             ours, theirs = getattr(metas[0], what), getattr(meta, what)
             if ours != theirs:
                 how = "different layouts" if what == "layout" else f"{what} {ours} and {theirs}"

@@ -60,6 +60,8 @@ class Session:
         """The names of the tensors in each bucket of the last step, where buckets come from DDP."""
         self.partition: list[tuple[str, ...]] | None = None
         """What one all-reduce takes in dense steps, where it is not what comes along."""
+        self.control_partition: list[tuple[str, ...]] = []
+        """The same for control steps: DDP's buckets when the first of them was agreed on."""
         self.lifecycle = Lifecycle()
         self.recorder = Recorder(world.local_ranks[0], world.size, world.ranks_per_node)
         self._infos = {tensor.name: tensor for tensor in job.tensors}
@@ -179,7 +181,7 @@ class Session:
                 raise
             problem = str(error)
         self.agree({**chosen.facts(), "step": self.step}, problem)
-        self.strategy = chosen
+        self.strategy, self.progress.control = chosen, 0
         self.settings = {name: value for name, value in self.settings.items() if name in chosen.adjustable}
         self.recorder.event(self.steps, "codec", f"from now on {chosen.full}")
         if old is None:
@@ -195,6 +197,17 @@ class Session:
             rank_state.begin(before.step)
         executor.statistics.skipped = old.statistics.skipped
         self.use(executor)
+
+    def control(self, steps: int) -> None:
+        """Make one of the next steps a control step, the next one if `steps` is 1. All ranks call it alike, between steps.
+
+        Its gradients travel dense and exactly. Residuals, thresholds, capacities and all that codecs remember stay as they
+        are, as if it had not been: the step of the layout does not count it.
+        """
+        if self.executor is None or self.strategy.direct:
+            raise ExchangeError("a control step needs a layout that compresses: there is nothing to compare")
+        self.progress.control = steps
+        self.control_partition = self.control_partition or list(self.seen)
 
     def check_nodes(self, strategy: Strategy) -> None:
         for chain in strategy.chains:

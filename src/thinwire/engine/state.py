@@ -64,7 +64,7 @@ class Meta(msgspec.Struct, forbid_unknown_fields=True):
     chain: str = ""
     dense_steps: Count = 0
     buckets: list[list[str]] = []
-    """What one all-reduce took in the dense steps of a job that has no layout yet."""
+    """What one all-reduce took in the dense steps of a job that has no layout yet, or takes in control steps."""
     step: Count = 0
     skipped: Count = 0
     settings: dict[str, Real] = {}
@@ -76,6 +76,8 @@ class Meta(msgspec.Struct, forbid_unknown_fields=True):
     numbers: list[dict[str, Number]] = []
     arrays: list[dict[str, Array]] = []
     plan: Plan | None = None
+    control: Count | msgspec.UnsetType = msgspec.UNSET
+    """The number of the next control step, of all since training began; only where one is agreed on."""
 
     @property
     def owner(self) -> str:

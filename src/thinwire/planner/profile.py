@@ -64,6 +64,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     line    linear fit; used if there are no points
     points  measured (bytes, seconds), both ascending. A byte costs more in messages of medium size than in small or large
             ones, which a line cannot express
+    spread  by how much more than the least a message usually took, relative to the least; older files lack it
     """
 
     collective: Collective
@@ -71,6 +72,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: World
     line: Line
     points: tuple[tuple[Amount, Amount], ...] = ()
+    spread: Amount | msgspec.UnsetType = msgspec.UNSET
 
     def seconds(self, size: float) -> float:
         """Interpolated between points; beyond the last one at the best measured rate, or the slope of the upper half."""
@@ -119,6 +121,7 @@ class CodecCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     codec  the text of a codec; chain: a leaf of the tree, or empty for the codec's own collectives
     loss   relative loss of the result with error feedback, measured on the job's gradients; 0 for dense
+    spread  by how much more than the least its work usually took, relative to the least; older files lack it
     """
 
     codec: str
@@ -127,6 +130,7 @@ class CodecCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounds: tuple[Round, ...]
     loss: Amount
     chain: str = ""
+    spread: Amount | msgspec.UnsetType = msgspec.UNSET
 
 
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -190,6 +194,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def save(self, path: str | Path) -> None:
         self.check("the profile to be saved")
         save_struct(path, self)
+
+    @property
+    def spread(self) -> float:
+        """By how much more than the least collectives of the whole job took, relative to the least."""
+        known = (link.spread for link in self.links if link.scope == "flat")
+        return max((spread for spread in known if spread is not msgspec.UNSET), default=0.0)
 
     @property
     def compute(self) -> float:

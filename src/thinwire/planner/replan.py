@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -180,12 +180,12 @@ def replan(request: ReplanRequest) -> Choice:
     return replace(found.rescaled(error, now.compute), profile=profile, present=request.seconds)
 
 
-class ReplanThread:
-    """Carries out a `ReplanRequest` in a thread."""
+class PlanThread:
+    """Makes a plan in a thread, beside the training."""
 
-    def __init__(self, request: ReplanRequest) -> None:
+    def __init__(self, make: Callable[[], Choice]) -> None:
         self._answer: Choice | PlanError | None = None
-        threading.Thread(target=self._work, args=(request,), name="thinwire-planner", daemon=True).start()
+        threading.Thread(target=self._work, args=(make,), name="thinwire-planner", daemon=True).start()
 
     @property
     def done(self) -> bool:
@@ -198,8 +198,8 @@ class ReplanThread:
             raise self._answer
         return self._answer
 
-    def _work(self, request: ReplanRequest) -> None:
+    def _work(self, make: Callable[[], Choice]) -> None:
         try:
-            self._answer = replan(request)
+            self._answer = make()
         except Exception as error:  # all ranks wait for the outcome
-            self._answer = PlanError(f"replanning failed: {type(error).__name__}: {error}")
+            self._answer = PlanError(f"planning failed: {type(error).__name__}: {error}")

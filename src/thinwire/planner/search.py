@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ DDP_FIRST, DDP_CAP = 1 << 20, 25 << 20
 """Bytes of DDP's first bucket and of the others."""
 
 MOST_PREDICTIONS = 6000
+
+_TURN, _BREAK = 0.0002, 0.0001
+"""Seconds for which a search in a thread keeps the interpreter, and for which it then lets go."""
 
 Group = tuple[int, int, int]
 """First tensor, one past the last, index of the option."""
@@ -143,6 +147,7 @@ class _PlanSearch:
         energy = np.array([tensor.energy for tensor in profile.tensors])
         weight = energy if energy.any() else self.elements
         self.weight = np.concatenate([[0.0], np.cumsum(weight / max(weight.sum(), 1e-300))])
+        self._beside, self._kept_since = threading.current_thread() is not threading.main_thread(), 0.0
         self._pieces: dict[Group, Pieces] = {}
         self._tries: dict[tuple[Group, ...], _Candidate] = {}
 
@@ -153,6 +158,7 @@ class _PlanSearch:
         if self.borders and not all(within):
             return _Candidate(key, math.inf, math.inf)
         if key not in self._tries:
+            self._give_way()
             parts = [self._of(group) for group in key]
             pieces = Pieces(
                 *(
@@ -166,6 +172,12 @@ class _PlanSearch:
             )
             self._tries[key] = _Candidate(key, self.job.seconds(ready, pieces), float(loss))
         return self._tries[key]
+
+    def _give_way(self) -> None:
+        """Beside a training, let go of the interpreter often: its thread would wait 5 ms each time that it wants it."""
+        if self._beside and time.perf_counter() - self._kept_since > _TURN:
+            time.sleep(_BREAK)
+            self._kept_since = time.perf_counter()
 
     def _of(self, group: Group) -> Pieces:
         if group not in self._pieces:

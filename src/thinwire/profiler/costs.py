@@ -10,7 +10,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,8 +26,8 @@ from ..planner import profile
 from ..planner.profile import CodecCost, Line, Link, Round
 from .fit import fit
 from .links import NAMES, agreed
+from .slices import THOROUGH, Effort, Stopwatch, Work
 
-WARM_UP, MEASURED = 3, 6
 SMALL = 1024
 """Tensors with fewer elements travel dense, whatever the codec."""
 
@@ -87,37 +87,51 @@ class Trial:
             self.codec.commit(self.way.states)
 
 
-def measure(
+def measuring(
     texts: Sequence[str],
     tensors: Sequence[profile.Tensor],
     gradients: Sequence[Mapping[str, Tensor]],
     world: TorchWorld,
     links: Sequence[Link],
+    spent: Stopwatch,
     *,
     budget: float,
-) -> list[Samples]:
-    """Each codec on up to three sizes of groups, within about `budget` seconds in all. `gradients` are of several steps."""
+    effort: Effort = THOROUGH,
+    prepare: Callable[[str], None] = lambda text: None,
+) -> Work[list[Samples]]:
+    """Each codec on up to three sizes of groups, within about `budget` seconds in all. `gradients` are of several steps.
+
+    `prepare` is called for each codec first. Where not all must be measured, what has no time left is missing.
+    """
     place = Place(world.rank, world.size, world.ranks_per_node)
     chosen = [choose(text) for text in texts]
     for codec, chain in chosen:
         world.prepare(places(tree.parse(chain) if chain else None, codec, place))
     # The smallest and the largest say most about a line.
-    groups = pick(tensors)
+    groups = pick(tensors, effort.shares)
     groups = groups[:1] + groups[:0:-1]
-    found = []
+    found: list[Samples] = []
     for position, (text, (codec, chain)) in enumerate(zip(texts, chosen, strict=True)):
-        begun = time.perf_counter()
+        if effort.least is not None and len(found) >= effort.least and budget <= 0.0:
+            break
+        begun = spent()
+        yield from spent.pause()
+        prepare(text)
+        yield from spent.pause()
         name, _, via = text.partition(" via ")
         samples = Samples(name, via)
+        remaining = len(texts) - position if effort.least is None else 1
         for group in groups:
-            left = budget / (len(texts) - position) - agreed(world, time.perf_counter() - begun)
-            expected = expected_seconds(codec, group, world.size, links) * (WARM_UP + MEASURED)
-            last = group is groups[-1] and len({sample.elements for sample in samples.samples}) == 1
-            if samples.samples and expected > left and not last:
+            left = budget / remaining - agreed(world, spent() - begun)
+            each = expected_seconds(codec, group, world.size, links)
+            expected = each * (effort.warm_up + effort.repetitions)
+            sizes = len({sample.elements for sample in samples.samples})
+            last = group is groups[-1] and sizes == 1 and effort.least is None
+            if sizes and not last and (expected > left or each > effort.longest):
                 continue
-            _measure_group(samples, codec, chain, group, gradients, world, place)
+            yield from _measure_group(samples, codec, chain, group, gradients, world, place, spent, effort)
         found.append(samples)
-        budget -= agreed(world, time.perf_counter() - begun)
+        budget -= agreed(world, spent() - begun)
     return found
 
 
@@ -154,12 +168,14 @@ def _measure_group(
     gradients: Sequence[Mapping[str, Tensor]],
     world: TorchWorld,
     place: Place,
-) -> None:
+    spent: Stopwatch,
+    effort: Effort,
+) -> Work[None]:
     trial = Trial(codec, chain, info, place)
     sources = [flatten(info, gradient) for gradient in gradients]
     gradient = torch.empty(info.elements)
     cache = torch.ones(_CACHE_BYTES // 4)
-    for step in range(WARM_UP + MEASURED):
+    for step in range(effort.warm_up + effort.repetitions):
         source = sources[step % len(sources)]
         waiting = trial.waiting(source)
         gradient.copy_(source)
@@ -167,10 +183,11 @@ def _measure_group(
         sample = Sample(info.elements, [], [])
         _drive(trial.exchange(gradient, step), world, sample)
         trial.finish()
-        if step >= WARM_UP:
+        if step >= effort.warm_up:
             samples.samples.append(sample)
             samples.waiting += waiting
             samples.held += trial.held(source)
+        yield from spent.pause()
 
 
 def _rounding(codec: Codec, info: GroupInfo, source: Tensor) -> float:
@@ -211,7 +228,7 @@ def flatten(info: GroupInfo, gradient: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([gradient[parameter.name].reshape(-1).float() for parameter in info.parameters])
 
 
-def pick(tensors: Sequence[profile.Tensor], shares: Sequence[float] = (1 / 32, 1 / 8, 1 / 2)) -> list[GroupInfo]:
+def pick(tensors: Sequence[profile.Tensor], shares: Sequence[float] = THOROUGH.shares) -> list[GroupInfo]:
     """Groups of tensors that follow each other in backward, of about these shares of all elements."""
     large = [tensor for tensor in tensors if tensor.elements >= SMALL] or list(tensors)
     total = sum(tensor.elements for tensor in large)
@@ -270,6 +287,7 @@ def cost(everyone: Sequence[Samples]) -> CodecCost:
         spoken = [sample for sample in samples if sample.wire[place][2]] or samples
         size = line([(sample.elements, float(sample.wire[place][2])) for sample in spoken])
         steps.append(Round(collective, size, scope, work(place + 1) if place + 1 < rounds else Line()))
+    worked = [(sample.elements, sum(sample.work)) for sample in samples]
     held, waiting = sum(each.held for each in everyone), sum(each.waiting for each in everyone)
     return CodecCost(
         codec=first.codec,
@@ -278,4 +296,15 @@ def cost(everyone: Sequence[Samples]) -> CodecCost:
         decode=work(-1),
         rounds=tuple(steps),
         loss=math.sqrt(held / waiting) if waiting else 0.0,
+        spread=_spread(worked),
     )
+
+
+def _spread(seconds: Sequence[tuple[int, float]]) -> float:
+    """By how much more than the least the work usually takes, relative to the least: of the size that varies most."""
+    found = [0.0]
+    for size in {elements for elements, _ in seconds}:
+        some = [value for elements, value in seconds if elements == size]
+        if min(some) > 0.0:
+            found.append(statistics.median(some) / min(some) - 1.0)
+    return max(found)

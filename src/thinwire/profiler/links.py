@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ from ..planner import profile
 from ..planner.profile import Link
 from .fit import fit
 from .load_generator import Disturbance, LoadGenerator
+from .slices import THOROUGH, Effort, Stopwatch, Work, finish
 
-SMALLEST_BYTES, LARGEST_BYTES, SIZES = 64, 16 << 20, 12
-REPETITIONS, FEWEST = 5, 2
+SMALLEST_BYTES, LARGEST_BYTES = 64, 16 << 20
+FEWEST = 2
 UNEVEN_BYTES, UNEVEN_SECONDS = 64 << 10, 0.003
 """Ranks of a job do not begin a collective together, and gloo's larger messages depend on it: who begins first fills the
 connection, and what the other has to say, that it is ready to receive, waits behind its own data. Both cases occur."""
@@ -53,12 +54,21 @@ class Samples:
     ranks: int
     bytes: list[int]
     seconds: list[float]
+    least: list[float] = field(default_factory=list)
+    """The shortest of each size."""
 
     def link(self) -> Link:
         # What takes longer than something larger was disturbed.
-        least = np.minimum.accumulate(np.array(self.seconds)[::-1])[::-1]
-        points = tuple((float(size), float(seconds)) for size, seconds in zip(self.bytes, least, strict=True))
-        return Link(self.collective, self.scope, self.ranks, fit(self.bytes, self.seconds), points)
+        rising = np.minimum.accumulate(np.array(self.seconds)[::-1])[::-1]
+        points = tuple((float(size), float(seconds)) for size, seconds in zip(self.bytes, rising, strict=True))
+        line = fit(self.bytes, self.seconds)
+        return Link(self.collective, self.scope, self.ranks, line, points, spread=self.spread)
+
+    @property
+    def spread(self) -> float:
+        """By how much more than the least a message usually takes, relative to the least: the median over sizes."""
+        pairs = zip(self.seconds, self.least, strict=False)
+        return statistics.median([max(0.0, usual / least - 1.0) for usual, least in pairs if least > 0.0] or [0.0])
 
 
 def measure(
@@ -69,38 +79,61 @@ def measure(
     largest: int = LARGEST_BYTES,
 ) -> list[Samples]:
     """Each kind at up to 12 sizes, within about `budget` seconds in all; the same numbers on all ranks."""
+    return finish(measuring(world, kinds, Stopwatch(), budget=budget, largest=largest))
+
+
+def measuring(
+    world: TorchWorld,
+    kinds: Sequence[tuple[profile.Collective, Scope]],
+    spent: Stopwatch,
+    *,
+    budget: float,
+    largest: int,
+    effort: Effort = THOROUGH,
+) -> Work[list[Samples]]:
+    """The same with pauses."""
     found = []
-    for place, (collective, scope) in enumerate(kinds):
-        began = time.perf_counter()
-        found.append(_measure_one(world, collective, scope, budget / max(1, len(kinds) - place), largest))
-        budget -= agreed(world, time.perf_counter() - began)
+    for place, kind in enumerate(kinds):
+        began = spent()
+        each = budget / max(1, len(kinds) - place)
+        found.append((yield from _measure_one(world, kind, spent, each, largest, effort)))
+        budget -= agreed(world, spent() - began)
     return found
 
 
 def _measure_one(
-    world: TorchWorld, collective: profile.Collective, scope: Scope, budget: float, largest: int
-) -> Samples:
+    world: TorchWorld,
+    kind: tuple[profile.Collective, Scope],
+    spent: Stopwatch,
+    budget: float,
+    largest: int,
+    effort: Effort,
+) -> Work[Samples]:
+    collective, scope = kind
     place = Place(world.rank, world.size, world.ranks_per_node)
     ranks = place.count(scope)
     samples = Samples(collective, scope, ranks, [], [])
-    ratio = (largest / SMALLEST_BYTES) ** (1 / (SIZES - 1))
+    ratio = (largest / SMALLEST_BYTES) ** (1 / (effort.sizes - 1))
     _time(world, collective, scope, SMALLEST_BYTES, ranks)  # connections are made
-    begun, seconds, repetitions = time.perf_counter(), 0.0, REPETITIONS
-    for step in range(SIZES):
+    begun, repetitions = spent(), effort.messages
+    for step in range(effort.sizes):
         size = _round_up(int(SMALLEST_BYTES * ratio**step), 16 * ranks)
         uneven = size >= UNEVEN_BYTES
         late = [each // 2 % ranks if uneven and each % 2 == 0 else None for each in range(repetitions)]
         times = [_time(world, collective, scope, size, ranks, place) for place in late]
         seconds = agreed(world, statistics.mean(times) if uneven else statistics.median(times))
-        spent = agreed(world, time.perf_counter() - begun)
+        passed = agreed(world, spent() - begun)
         samples.bytes.append(size)
         samples.seconds.append(seconds)
+        samples.least.append(agreed(world, min(times)))
         # What is left must do for all larger sizes, and each takes `ratio` times as long once the rate rules.
-        repetitions = REPETITIONS if spent < budget * (step + 1) / SIZES and seconds < budget / 40 else FEWEST
-        if spent + repetitions * ratio * seconds > budget:
+        plenty = passed < budget * (step + 1) / effort.sizes and seconds < budget / 40
+        repetitions = effort.messages if plenty else FEWEST
+        if passed + repetitions * ratio * seconds > budget:
             repetitions = 1  # the larger ones say most about the rate: once is better than not at all
-        if step >= 2 and spent + ratio * seconds > budget:
+        if step >= 2 and (passed + ratio * seconds > budget or ratio * seconds > 2 * effort.longest):
             break
+        yield from spent.pause()
     return samples
 
 
@@ -157,11 +190,14 @@ class Beside:
     clock: float = 1.0
 
 
-def beside(world: TorchWorld, samples: Samples, *, budget: float, repetitions: int = 5) -> Beside:
+def besides(
+    world: TorchWorld, samples: Samples, spent: Stopwatch, *, budget: float, effort: Effort = THOROUGH
+) -> Work[Beside]:
     """All-gathers during matrix products, on the same core or on another: one small, one that takes a while.
 
     samples: what all-gathers take alone.
     """
+    repetitions = effort.rounds
     load, enough = LoadGenerator(), min(budget / 4 / repetitions, 0.05)
     size = next((size for size, seconds in zip(samples.bytes, samples.seconds, strict=True) if seconds >= enough), 0)
     size = size or samples.bytes[-1]
@@ -169,6 +205,7 @@ def beside(world: TorchWorld, samples: Samples, *, budget: float, repetitions: i
     for _ in range(repetitions):
         large.append(_beside(world, load, size))
         small.append(_beside(world, load, 4096))
+        yield from spent.pause()
     alone = [_time(world, "all_gather", "flat", 4096, world.size) for _ in range(repetitions)]
     # The end is seen between two products: half of one is not the collective's.
     delay = statistics.median(each.seconds for each in small) - load.seconds / 2 - statistics.median(alone)

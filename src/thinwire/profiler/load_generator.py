@@ -33,7 +33,7 @@ class LoadGenerator:
         self.seconds = self._thread_seconds = 0.0
         self.calibrate()
 
-    def calibrate(self, rounds: int = 7, each: int = 20) -> None:
+    def calibrate(self, rounds: int = 5, each: int = 4) -> None:
         samples, own = [], []
         for _ in range(rounds):
             begun, thread = time.perf_counter(), time.thread_time()

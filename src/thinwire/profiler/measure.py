@@ -6,7 +6,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..planner import profile
 from ..planner.profile import VERSION, Cluster, Contention, Profile, fingerprint
 from . import costs, links
 from .load_generator import LoadGenerator
+from .slices import THOROUGH, Effort, Stopwatch, Work, finish
 from .watch import Compute
 
 CANDIDATES = (
@@ -71,7 +72,39 @@ def measure(
     tensors are in any order, their `ready` is taken from `compute`; gradients are this rank's own, of several steps; buckets,
     in bytes, are what was exchanged during the watched steps.
     """
-    begun = time.perf_counter()
+    return finish(
+        measuring(
+            model,
+            tensors,
+            compute,
+            gradients,
+            world,
+            candidates=candidates,
+            budget=budget,
+            rate=rate,
+            buckets=buckets,
+            group_overhead=group_overhead,
+        )
+    )
+
+
+def measuring(
+    model: str,
+    tensors: Sequence[profile.Tensor],
+    compute: Compute,
+    gradients: Sequence[Mapping[str, torch.Tensor]],
+    world: TorchWorld,
+    *,
+    candidates: Sequence[str] | None = None,
+    budget: float = 15.0,
+    rate: str = "",
+    buckets: Sequence[int] = (),
+    group_overhead: float = 0.0,
+    effort: Effort = THOROUGH,
+    prepare: Callable[[str], None] = lambda text: None,
+) -> Work[Profile]:
+    """The same with pauses, in which training may go on. `prepare` is called for each codec before it is measured."""
+    spent = Stopwatch()
     order = {name: place for place, name in enumerate(compute.ready)}
     tensors = sorted((tensor for tensor in tensors if tensor.name in order), key=lambda tensor: order[tensor.name])
     total = 4 * sum(tensor.elements for tensor in tensors)
@@ -84,22 +117,40 @@ def measure(
     kinds += sorted({kind for text in candidates for kind in costs.collectives(text, place)} - set(kinds))
     world.prepare({(0, scope) for _, scope in kinds})
     alone = world.size == 1
-    lines = [] if alone else links.measure(world, kinds, budget=budget / 3, largest=max(total, 1 << 16))
+    lines: list[links.Samples] = []
+    besides = links.Beside(0.0, 0.0)
+    if not alone:
+        largest = max(total, 1 << 16)
+        yield from spent.pause()
+        lines = yield from links.measuring(
+            world, kinds, spent, budget=effort.links * budget, largest=largest, effort=effort
+        )
+        besides = yield from links.besides(world, lines[0], spent, budget=budget / 10, effort=effort)
     found = [samples.link() for samples in lines]
-    besides = links.Beside(0.0, 0.0) if alone else links.beside(world, lines[0], budget=budget / 10)
-    left = budget - links.agreed(world, time.perf_counter() - begun)
-    measured = costs.measure(candidates, tensors, gradients, world, found, budget=max(left, budget / 4))
+    left = budget - links.agreed(world, spent())
+    measured = yield from costs.measuring(
+        candidates,
+        tensors,
+        gradients,
+        world,
+        found,
+        spent,
+        budget=max(left, budget / 4),
+        effort=effort,
+        prepare=prepare,
+    )
     energy = {
         tensor.name: _finite(
             sum(float(step[tensor.name].float().square().sum()) for step in gradients) / len(gradients)
         )
         for tensor in tensors
     }
+    yield from spent.pause()
     if not alone:
         sizes = {tensor.name: 4 * tensor.elements for tensor in tensors}
         seconds = next(link for link in found if (link.collective, link.scope) == ("all_reduce", "flat")).seconds
         compute = compute.undisturbed(sizes, buckets, seconds, besides)
-    mine = Own(compute, measured, energy, _codec_contention())
+    mine = Own(compute, measured, energy, _codec_contention(effort.rounds))
     everyone = object_collectives.gather(mine, world.parent, Own)
     return _put_together(model, tensors, everyone, place, found, besides, rate, group_overhead)
 
@@ -178,7 +229,7 @@ def _lateness(steps: Sequence[Sequence[float]]) -> float:
     return max(1.0, statistics.median(slowest) / usual)
 
 
-def _codec_contention(rounds: int = 5) -> float:
+def _codec_contention(rounds: int) -> float:
     """What a second of work in another thread takes from a computation: 1 on the same core, 0 on a free one."""
     load, residual, gradient = LoadGenerator(), torch.zeros(1 << 20), torch.zeros(1 << 20)
 
