@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from thinwire.cli.app import app
 from thinwire.engine import journal
 from thinwire.lab import Cluster
 from thinwire.lab.demo import Outcome, train
@@ -96,6 +98,24 @@ def test_a_job_over_loopback_does_not_say_what_a_node_sends() -> None:
         outcome = train(cluster, "fp32", Setup(steps=10), lambda _: None)
     assert outcome.bytes_sent is None
     assert len(outcome.losses) == 10
+
+
+@needs_namespaces
+def test_the_command(tmp_path: Path) -> None:
+    """As somebody types it: what is printed, the page, the results."""
+    page, results = tmp_path / "report.html", tmp_path / "demo.json"
+    words = ["--rate", "1gbit", "--steps", "10", "--codec", "micro(density=0.01)"]
+    done = CliRunner().invoke(app, ["demo", *words, "--report", str(page), "--json", str(results)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(results.read_text())
+    said = " ".join(done.stdout.split())
+    assert found["summary"]["totals"] in said
+    assert found["summary"]["verdict"] in said
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert found["command"] == 'thinwire demo --codec "micro(density=0.01)" --rate 1gbit --steps 10'
+    assert [row["steps"] for row in found["rows"]] == [10, 10]
+    assert found["summary"]["longest_pause_seconds"] == found["rows"][1]["longest_pause_seconds"] > 0
+    assert found["summary"]["headline"] in page.read_text()
 
 
 def test_the_journal_of_a_plain_run(tmp_path: Path) -> None:
