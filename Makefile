@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Compiled kernels stay in the clone, so that only the first run waits for them.
 export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba
 
-.PHONY: venv browser kernels test test-quick test-long test-frameworks lint docs tables demo dist format clean
+.PHONY: venv browser kernels test test-quick test-long test-frameworks lint docs tables demo readme dist format clean
 
 venv: $(VENV)/.installed
 
@@ -59,12 +59,18 @@ docs: venv
 	$(PIP) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# Every table of numbers in README.md and docs/, from results/*.json.
+# Every table of numbers in README.md and docs/, and the picture of README.md, from results/*.json.
 tables: venv
 	$(BIN)/python tools/tables.py
+	$(BIN)/python tools/picture.py
 
 demo: venv kernels
 	$(BIN)/thinwire demo
+
+# The first numbers and the picture of README.md, measured anew. The machine should do nothing else meanwhile.
+readme: venv kernels
+	$(BIN)/thinwire demo --json results/demo.json
+	@$(MAKE) --no-print-directory tables
 
 # The wheel and the sdist, and whether the wheel works where there is nothing else: in an environment and a folder of its own.
 dist: venv

@@ -39,6 +39,12 @@ DistributedDataParallel(nn.Linear(8, 8))
         ("bench step --workload gtp", 1, ["'gtp'", "did you mean 'gpt'?", "resnet"]),
         ("bench step --rounds -3", 2, ["--rounds", "greater than or equal to 1"]),
         ("plan --profile folder", 1, ["'folder'", "directory"]),
+        ("demo --nodes 1", 2, ["--nodes", "greater than or equal to 2"]),
+        ("demo --minutes 0", 2, ["--minutes", "greater than or equal to 0.5"]),
+        ("demo --minutes 1 --steps 50", 1, ["--minutes or --steps, not both"]),
+        ("demo --rate fast", 1, ["'fast'", "100mbit"]),
+        ("demo --report folder", 2, ["--report", "'folder'", "directory, not a file"]),
+        ("demo --data short.txt", 1, ["'short.txt' has 5 bytes", "at least 10000"]),
         ("demo --data folder", 1, ["'folder'", "no file"]),
         ("bench kernels --json folder", 2, ["--json", "'folder'", "directory, not a file"]),
         ("bench kernels --json nowhere/x.json", 2, ["no directory 'nowhere'"]),
@@ -56,6 +62,7 @@ def test_a_mistake(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "folder").mkdir()
+    (tmp_path / "short.txt").write_text("short")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["thinwire", *shlex.split(words)])
     with pytest.raises(SystemExit) as ended:

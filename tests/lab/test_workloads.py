@@ -15,7 +15,7 @@ from thinwire.lab.workloads import load
 
 from .conftest import BEGIN
 
-PARAMETERS = {"gpt": 10_859_520, "vgg": 8_947_754, "resnet": 1_084_202, "lstm": 8_720_336}
+PARAMETERS = {"gpt": 10_859_520, "gpt-ngrams": 1_064_832, "vgg": 8_947_754, "resnet": 1_084_202, "lstm": 8_720_336}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -71,7 +71,7 @@ def test_text_from_a_file(name: str, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(LabError, match="no workload 'bert'; known: gpt, gpt-small, vgg, resnet, lstm"):
+    with pytest.raises(LabError, match="no workload 'bert'; known: gpt, gpt-small, gpt-ngrams, vgg, resnet, lstm"):
         load("bert")
     with pytest.raises(LabError, match="reads no file"):
         load("vgg", data="photos")

@@ -11,6 +11,7 @@ import pytest
 from tests.report import browser as chromium
 from tests.report.browser import Browser
 from tests.report.sample import HOSTILE
+from tests.report.test_headline import SAID, pair
 from thinwire.report import page
 from thinwire.report.runs import load
 
@@ -50,7 +51,7 @@ def test_a_run(browser: Browser, real_run: Path, tmp_path: Path, dark: bool) -> 
     browser.open(path, dark=dark)
     _quiet(browser, path)
     inks = browser.run(INK)
-    assert len(inks) == 6, "timeline, split, bytes, density, residual, loss"
+    assert len(inks) == 7, "loss over time, timeline, split, bytes, density, residual, loss"
     assert all(count > 5 for count in inks), inks
     assert (
         sum(browser.run("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)")) < 200
@@ -83,8 +84,8 @@ def test_hover(browser: Browser, real_run: Path, tmp_path: Path) -> None:
     browser.move(2, 2)
     assert browser.run(shown) == "none"
     # A line chart: its legend shows the values under the cursor.
-    over = "[...document.querySelectorAll('.u-over')][1].getBoundingClientRect().toJSON()"
-    frame = browser.run(over)
+    over = "[...document.querySelectorAll('.chart')].find(one => one.innerText.includes('Where a step goes'))"
+    frame = browser.run(f"{over}.querySelector('.u-over').getBoundingClientRect().toJSON()")
     legend = "[...document.querySelectorAll('.u-legend')].find(one => one.innerText.includes('computing'))"
     values = f"[...{legend}.querySelectorAll('.u-value')].map(value => value.textContent)"
     browser.move(frame["left"] + frame["width"] / 2, frame["top"] + 20)
@@ -122,3 +123,42 @@ def test_a_comparison_with_results(browser: Browser, real_run: Path, hostile_run
     drawn = [count for count in browser.run(INK) if count > 5]
     assert len(drawn) >= 5 + 6 + 6, "of both together, and of each"
     assert browser.console == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 420])
+def test_the_headline_comes_first(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
+    path = tmp_path / "report.html"
+    page.write(path, pair(tmp_path))
+    browser.open(path, width=width, dark=dark)
+    assert browser.console == []
+    assert browser.run("document.querySelector('h1').innerText") == SAID
+    shown = browser.run("getComputedStyle(document.querySelector('h1')).color.match(/[0-9]+/g).map(Number)")
+    assert (sum(shown) > 500) is dark, "readable on its background"
+    first = "document.querySelector('.chart')"
+    assert browser.run(f"{first}.querySelector('h3').innerText") == "Loss over time"
+    values = f"[...{first}.querySelectorAll('.u-value')].map(value => value.textContent)"
+    assert browser.run(values) == ["24", "2.15", "2.15"], "the last ones, without a cursor"
+    legend = browser.run(f"{first}.querySelector('.legend').innerText")
+    assert "DDP alone, watched: 3.2 s" in legend
+    assert "measure and plan: 3 s" in legend
+    wide = browser.run("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert wide[0] <= wide[1], "nothing to scroll sideways"
+
+
+def test_planning_is_marked_on_the_time_axis(browser: Browser, tmp_path: Path) -> None:
+    """Just above the axis the strips are drawn: grey while DDP was alone, orange during the pause, nothing afterwards."""
+    path = tmp_path / "report.html"
+    page.write(path, pair(tmp_path))
+    browser.open(path)
+    place = """(seconds) => {
+      const canvas = document.querySelector('.chart canvas'), frame = canvas.getBoundingClientRect();
+      const over = document.querySelector('.chart .u-over').getBoundingClientRect(), ratio = canvas.width / frame.width;
+      const x = over.left - frame.left + over.width * (seconds - 0.4) / 23.6, y = over.bottom - frame.top - 5;
+      return [...canvas.getContext('2d').getImageData(Math.round(x * ratio), Math.round(y * ratio), 1, 1).data];
+    }"""
+    red, _, blue, drawn = browser.run(f"({place})(2)")
+    assert (drawn > 200, abs(red - blue) < 60) == (True, True), "grey"
+    red, _, blue, drawn = browser.run(f"({place})(4.7)")
+    assert (drawn > 200, red - blue > 100) == (True, True), "orange"
+    assert browser.run(f"({place})(15.2)")[3] == 0

@@ -16,10 +16,12 @@ from rich.table import Table
 
 from ..lab.cluster import Cluster
 from ..lab.demo_setup import LEARNING_RATE, NODES, RATE, Setup
+from ..lab.netns import format_rate
 from ..lab.results import write
 from .console import JsonFile, can_be_written, console, errors, output
 
 if TYPE_CHECKING:
+    from ..lab.calibrate import Calibration
     from ..lab.demo import Outcome
     from .verdict import Link, Pair
 
@@ -61,12 +63,19 @@ def demo(
             if link.why_not:
                 console.print(f"[yellow]{escape(verdict.not_shown(link))}[/yellow]")
             else:
-                console.print(escape(f"{nodes} nodes, {cluster.calibrate()}"))
+                console.print(escape(_links(nodes, cluster.calibrate())))
             plain, ours = _train(cluster, setup, Path(folder))
             pair = _report(report, plain, ours, link, setup, Path(folder))
             _show(pair)
             console.print(escape(f"{report}: both runs as curves; open it in a browser"), soft_wrap=True)
             write(json_file, setup.command, verdict.rows(pair), {"mode": cluster.mode, **verdict.summary(pair)})
+
+
+def _links(nodes: int, found: Calibration) -> str:
+    """What joins the nodes, as measured."""
+    measured = f"TCP reaches {format_rate(found.measured)}" if found.measured else "not measured"
+    warning = "" if found.good else "; not within 15 % of the rate at all sizes: is this machine busy?"
+    return f"{nodes} nodes, links of {format_rate(found.rate)}, {measured}{warning}"
 
 
 def _train(cluster: Cluster, setup: Setup, folder: Path) -> tuple[Outcome, Outcome]:

@@ -68,10 +68,9 @@ def totals(pair: Pair) -> str:
     """`plain DDP: 61 s; thinwire: 15 s, of which 3.0 s measuring; same loss`."""
     what = "measuring" if pair.ours.method == "auto" else "in pauses"
     loss = "same loss" if abs(pair.apart) <= SAME_LOSS else f"loss {_higher(pair.apart)}"
-    return (
-        f"plain DDP: {seconds(pair.plain.total_seconds)}; thinwire: {seconds(pair.ours.total_seconds)}, "
-        f"of which {seconds(pair.ours.measuring_seconds)} {what}; {loss}"
-    )
+    paused = f", of which {seconds(pair.ours.measuring_seconds)} {what}" if pair.ours.measuring_seconds else ""
+    times = f"plain DDP: {seconds(pair.plain.total_seconds)}; thinwire: {seconds(pair.ours.total_seconds)}"
+    return f"{times}{paused}; {loss}"
 
 
 def _higher(apart: float) -> str:
@@ -123,7 +122,7 @@ def _row(pair: Pair, outcome: Outcome, label: str) -> dict[str, Any]:
         "steps": steps,
         "total_seconds": outcome.total_seconds,
         "ratio_of_totals": outcome.total_seconds / pair.plain.total_seconds,
-        "measuring_seconds": outcome.measuring_seconds,
+        "measuring_seconds": None if outcome is pair.plain else outcome.measuring_seconds,
         "longest_pause_seconds": outcome.longest_pause_seconds,
         "seconds": outcome.step_seconds,
         "ratio_to_fp32": outcome.step_seconds / pair.plain.step_seconds,

@@ -11,7 +11,7 @@ from .netns import LabError, parse_rate
 WORKLOAD = "gpt-ngrams"
 RATE, NODES, MINUTES = "100mbit", 2, 2.0
 LEARNING_RATE = 8.0
-"""Peak. Half of the largest at which plain DDP still learns smoothly; `docs/choosing.md` has what others give."""
+"""Peak; half of the largest that was tried with plain DDP. `docs/demo.md` has what others give."""
 
 OVERHEAD_SECONDS = 15.0
 """What a demo takes besides training: the cluster, its calibration, the start of two jobs, the page."""

@@ -131,7 +131,9 @@ def alone(run: Run) -> str:
     row = summarise(run)
     parts = []
     if row["seconds"]:
-        waiting = f", {row['exposed'] / row['seconds']:.0%} of it waiting" if row["exposed"] is not None else ""
+        waiting = (
+            f", {100 * row['exposed'] / row['seconds']:.0f} % of it waiting" if row["exposed"] is not None else ""
+        )
         parts.append(f"{1000 * row['seconds']:.3g} ms per step{waiting}")
     if row["link_bytes"] and row["dense_bytes"] and row["dense_bytes"] > SAME * row["link_bytes"]:
         parts.append(f"{times(row['dense_bytes'] / row['link_bytes'])} fewer bytes than dense")

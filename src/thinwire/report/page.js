@@ -298,7 +298,7 @@
   function oneRun(run) {
     const c = run.columns, s = run.summary, part = element("div");
     const ms = (values) => values.map((v) => (known(v) ? 1000 * v : null));
-    part.append(...[lossOverTime([run])].filter(known), cards([
+    part.append(cards([
       ["ms a step", milli(s.seconds)], ["ms computing", milli(s.compute)], ["ms waiting", milli(s.exposed)],
       known(s.link_bytes) ? ["on a rank's link a step", size(s.link_bytes)] : ["handed over by a rank a step", size(s.bytes)],
       ["less than dense", s.link_bytes && s.dense_bytes ? plain(s.dense_bytes / s.link_bytes, 3) + " x" : "-"],
@@ -455,7 +455,8 @@
   if (single) {
     const run = runs[0], s = run.summary;
     main.append(element("p", { class: "faint" }, s.codec + " on " + s.ranks + " ranks, " + new Date(1000 * run.began).toISOString().slice(0, 16).replace("T", " ")
-      + " UTC, " + run.start.host + ", thinwire " + run.start.thinwire + ", torch " + run.start.torch), oneRun(run));
+      + " UTC, " + run.start.host + ", thinwire " + run.start.thinwire + ", torch " + run.start.torch),
+      ...[lossOverTime(runs)].filter(known), oneRun(run));
   } else {
     if (runs.length > 1) main.append(comparison(runs));
     data.results.forEach((one) => main.append(results(one)));
