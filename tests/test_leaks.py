@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -12,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,11 +60,13 @@ def _auto_that_has_measured() -> None:
 
 
 def _auto_by_a_plan() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        plan = plan_of(SHAPES, [(list(SHAPES), CODEC)], 2, each=2)
-        msgspec.structs.replace(plan, dense_seconds=1e9).save(Path(folder) / "plan.json")
-        wire = _attached("auto", 5, plan_file=f"{folder}/plan.json", quality="fast")
-        assert wire.hooked
+    plan = plan_of(SHAPES, [(list(SHAPES), CODEC)], 2, each=2)
+    ddp = wrapped()
+    wire = thinwire.attach(ddp, "auto", plan_file="", quality="fast")
+    assert wire.tuner is not None
+    wire.tuner._switch(plan, "at once")
+    train(ddp, _sgd(ddp), range(3))  # before it is compared with anything
+    assert wire.hooked
 
 
 def _closed() -> None:

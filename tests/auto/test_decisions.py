@@ -12,7 +12,8 @@ from tests.ranks import run
 from thinwire.auto.monitor import PERIOD
 from thinwire.auto.patience import DISAPPOINTMENTS, FIRST
 from thinwire.auto.profiling import WATCHED
-from thinwire.auto.tuner import CHECKED, CONTROLS, GLANCE, SETTLE, WINDOW
+from thinwire.auto.trial import CONTROLS, GLANCE, SETTLE, WINDOW
+from thinwire.auto.tuner import CHECKED
 from thinwire.planner.drift import Cusum
 from thinwire.planner.replan import is_dense
 

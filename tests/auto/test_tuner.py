@@ -21,7 +21,8 @@ from tests.ranks import RankError, run
 from thinwire.auto.meter import Meter
 from thinwire.auto.monitor import PERIOD
 from thinwire.auto.profiling import WATCHED
-from thinwire.auto.tuner import CHECKED, CONTROLS, SETTLE, WINDOW
+from thinwire.auto.trial import CONTROLS, SETTLE, WINDOW
+from thinwire.auto.tuner import CHECKED
 from thinwire.codecs import CodecState, TopK, register
 from thinwire.comm.world import TorchWorld
 from thinwire.ddp.wire import DDPWire
@@ -139,7 +140,7 @@ def _beside_plain(plan_file: str, native: float, promised: float) -> tuple[str, 
     def each(step: int) -> None:
         ledger.close_step()
         if step == WATCHED:  # the first plan is on trial
-            tuner._plain = msgspec.structs.replace(plain, predicted_seconds=promised)
+            tuner._trial.plain = msgspec.structs.replace(plain, predicted_seconds=promised)
 
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), range(steps), each=each)
     return wire.explain(), digest(ddp), ledger.balance(wire)

@@ -35,7 +35,8 @@ def test_a_job_is_measured_decided_for_and_trained() -> None:
         assert end["lost"] <= 0.01, "nothing is lost on the way, but for what a cast rounds"
     steps = [step for step, _ in first["decisions"]]
     assert steps == [step for step, _ in second["decisions"]], "all ranks decide together"
-    assert steps[:2] == [0, WATCHED]
+    assert steps[0] == 0
+    assert steps[1] >= WATCHED
     assert "watching DDP alone, without a hook" in first["words"]
     assert "with DDP alone" in first["decisions"][1][1]
     assert ("for everything: " in first["words"]) == first["measured"], "all that was measured is compared"

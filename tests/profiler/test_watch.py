@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.models import batch, digest, mlp, wrapped
 from tests.ranks import run
 from thinwire.profiler.links import Beside
-from thinwire.profiler.watch import Compute, Watch
+from thinwire.profiler.watch import Compute, Watch, unsteadiness
 
 
 def _loop(model: nn.Module, steps: int, watch: Watch | None = None) -> list[Tensor]:
@@ -176,3 +176,9 @@ def test_what_collectives_added_is_taken_off() -> None:
     assert found.ready == pytest.approx({"c": 1.0, "b": 1.5, "a": 2.15})  # "b" is ready when the collective ends
     assert found.backward == pytest.approx(2.15)
     assert seen.undisturbed(sizes, [], lambda size: size, Beside(0.5, 0.0, 1.1)) == seen
+
+
+def test_unsteadiness_is_of_most_steps() -> None:
+    assert unsteadiness([0.25, 0.25, 0.25, 0.9]) == 0.0
+    assert unsteadiness([0.2, 0.3, 0.2, 0.3]) == pytest.approx(0.4)
+    assert unsteadiness([1.0]) == 0.0

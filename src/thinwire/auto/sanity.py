@@ -40,7 +40,7 @@ class Evidence:
     compute   of that, computation
     expected  what DDP alone should take by the measured links
     spread    by how much more of the communication than the least the links took, relative to the least
-    unsteady  interquartile range of the measured steps, relative to their median
+    unsteady  how much the measured steps differ among themselves, relative to their median
     """
 
     native: float

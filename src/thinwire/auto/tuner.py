@@ -1,9 +1,12 @@
 """Auto-tuner: measures a job, plans it, switches to the plan, checks that it is faster, and goes on monitoring.
 
     compiling  DDP alone, while a child compiles what planning and codecs need, unless the machine has it already
-    watching   DDP alone, without a hook, for some steps; then links and codecs are measured between two of them
-    trying     by the plan, for some steps, which are compared with those before
-    running    what was chosen is kept; every few steps all ranks look together at step time, links and what is applied
+    watching   DDP alone, without a hook, for some steps; then links and codecs are measured, a slice between two of them,
+               and a plan is sought beside some more
+    trying     by the plan, for some steps, which are compared with dense ones in between
+    thinking   after a trial that was slower, by what ran before it
+    running    what was chosen is kept; every few steps all ranks look together at step time, links and what is applied, and
+               now and then one dense step shows whether it is still faster
 
 Everything here happens between two steps, in the thread that trains, and all ranks do the same: they see as many steps, and
 whatever decides is the mean over all of them. Only the search for another plan runs beside the training, on rank 0.
@@ -17,7 +20,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -56,13 +58,12 @@ from .decisions import Decisions
 from .meter import Meter
 from .monitor import PERIOD, Monitor, Snapshot, probe_bytes
 from .patience import DISAPPOINTMENTS, Patience
+from .pauses import Pauses
 from .plan_cache import Found, PlanFile
 from .profiling import Profiling
-from .sanity import TWICE, Evidence, Verdict, contradiction, fits_plan, judge, possible, to_beat, transferred
+from .sanity import TWICE, Evidence, Verdict, contradiction, fits_plan, judge, possible, transferred
 from .shared import from_rank_0, mean
-
-SETTLE, WINDOW = 8, 10
-"""Steps in which thresholds settle, and steps that are compared."""
+from .trial import Trial
 
 LEAST_GAIN = 0.04
 """Of a step: what a hook may cost. A plan that promises less is not worth one, because a hook cannot be taken out again: of
@@ -77,21 +78,12 @@ APART = 1.5
 CHECKED = 5
 """Steps of DDP alone that are watched once more in that case; and steps after a trial that was slower, before more is done."""
 
-CONTROLS = frozenset({SETTLE + 3, SETTLE + 6, SETTLE + 9})
-"""After these steps of a trial comes a control step, unless links say that it is far slower: both meet the same load."""
-
-GLANCE, FAR_SLOWER = 4, 2.0
-"""After so many steps of a trial, and after as many more, it is given up if steps take so many times what they took before."""
-
 CONTROL_AHEAD = 2
 """In so many steps comes a control step that has been earned."""
 
 CROWDED, MOST_CROWDED = 1.2, 2.0
 """Threads for every core from which on it is worth a word, and beyond which a hook is not taken to cost still more: plans
 that promise a fifth of a step are worth a trial wherever they run."""
-
-NOTICED = 0.02
-"""Seconds between two steps that count as a pause."""
 
 MEASUREMENT = 1.25
 """Seconds for which links and codecs are measured, in slices between steps, whatever a step takes."""
@@ -103,19 +95,6 @@ class Hook(Protocol):
     registered: bool
 
     def register(self) -> None: ...
-
-
-@dataclass
-class Pauses:
-    """For how long training stood still between two steps, where it was long enough to notice. Of this rank, in seconds."""
-
-    total: float = 0.0
-    longest: float = 0.0
-    last_step: int = 0
-
-    def add(self, step: int, seconds: float) -> None:
-        if seconds >= NOTICED:
-            self.total, self.longest, self.last_step = self.total + seconds, max(self.longest, seconds), step
 
 
 class AutoTuner:
@@ -138,17 +117,17 @@ class AutoTuner:
         self._phase: Callable[[], None] = self._watching
         self._profile: Profile | None = None
         self._borders: list[int] = []
-        self._before = wire.strategy
-        self._plain: Plan | None = None
+        self._trial = Trial(None, 0.0)
         self._baseline = self._expected = self._unsteady = 0.0
         self._crowd, self._final = 1.0, False
-        self._trial: list[float] = []
+        self._seen: list[float] = []
         self._paused = self._planning = False
         self._monitor, self._changes = Monitor(world, self.watchdog), Changes()
         self._patience, self.pauses = Patience(), Pauses()
-        self._control, self._controls = Control(), list[float]()
+        self._control = Control()
         self._recent: deque[float] = deque(maxlen=PERIOD)
         self._search: PlanThread | None = None
+        self._measurement: Work[Profile] | None = None
         self._file = PlanFile(plan_file, quality, wire.session.job.tensors, world)
         self._profiling: Profiling | None = None
         self._compiling = Compiling(world, [PLANNING, *candidates(quality, world)])
@@ -181,7 +160,7 @@ class AutoTuner:
         """No profile is wanted any more; what was seen so far says nothing about what comes now."""
         if self._profiling is not None:
             self._profiling.rest()
-        self._trial, self._controls = [], []
+        self._seen = []
         self._recent.clear()
         self._monitor.rest()
         self._changes = Changes()
@@ -237,7 +216,7 @@ class AutoTuner:
         assert self._profiling is not None
         if not self._profiling.ready:
             return
-        native, compute = self._seen()
+        native, compute = self._ddp_alone()
         words = f"{milliseconds(compute)} of it computation"
         if native - compute < LEAST_GAIN * native:
             self.native_seconds = self._baseline = native
@@ -245,7 +224,7 @@ class AutoTuner:
         else:
             self._measure(native, words)
 
-    def _seen(self) -> tuple[float, float]:
+    def _ddp_alone(self) -> tuple[float, float]:
         """Seconds of a step of DDP alone, and of its computation, from the steps watched. A collective."""
         assert self.meter is not None
         found = self.meter.compute()
@@ -259,7 +238,7 @@ class AutoTuner:
         assert self._profiling is not None
         if not self._profiling.ready:
             return
-        (native, compute), by = self._seen(), f"by the plan {self._file.path} of an earlier run"
+        (native, compute), by = self._ddp_alone(), f"by the plan {self._file.path} of an earlier run"
         self.native_seconds = self._baseline = native
         words = f"{_alone(native)}, {milliseconds(compute)} of it computation"
         fits, plan = fits_plan(saved, native, compute), transferred(saved, native, compute)
@@ -278,16 +257,18 @@ class AutoTuner:
     def _measure(self, native: float, words: str) -> None:
         """Links and codecs, a slice after each of the next steps."""
         assert self.meter is not None
-        work = self.meter.measuring(candidates(self.quality, self._world), MEASUREMENT)
-        self._phase = functools.partial(self._measuring, work, native, words)
+        self._measurement = self.meter.measuring(candidates(self.quality, self._world), MEASUREMENT)
+        self._phase = functools.partial(self._measuring, native, words)
         self._phase()
 
-    def _measuring(self, work: Work[Profile], native: float, words: str) -> None:
+    def _measuring(self, native: float, words: str) -> None:
         assert self.meter is not None
+        assert self._measurement is not None
         assert self._profiling is not None
-        profile = self.meter.slice(work)
+        profile = self.meter.slice(self._measurement)
         if profile is None:
             return
+        self._measurement = None
         self._borders = self._profiling.borders(profile)
         self._profile = profile = by_buckets(profile, self._borders)
         self._expected = from_rank_0(self._world, lambda: predict_ddp(profile, self._borders), float)
@@ -301,9 +282,9 @@ class AutoTuner:
     def _checking(self, words: str) -> None:
         """DDP alone once more, because its steps and the links, which were measured after them, did not fit."""
         assert self.meter is not None
-        self._trial.append(self.meter.step())
-        if len(self._trial) == CHECKED:
-            native, self._unsteady = mean(self._world, statistics.median(self._trial), unsteadiness(self._trial))
+        self._seen.append(self.meter.step())
+        if len(self._seen) == CHECKED:
+            native, self._unsteady = mean(self._world, statistics.median(self._seen), unsteadiness(self._seen))
             self._plan_beside(native, words)
 
     def _evidence(self, native: float) -> Evidence:
@@ -375,7 +356,7 @@ class AutoTuner:
 
     def _switch(self, plan: Plan, words: str, considered: Sequence[str] = (), plain: Plan | None = None) -> None:
         """From the next step on by this plan, on trial; `plain` is tried too if it promises more than this one keeps."""
-        self._before, self._plain = self.wire.strategy, plain
+        self._trial = Trial(self.wire.strategy, self._baseline, plain)
         self._control = Control(self._control.dense or self.native_seconds)
         self._go_over(plan)
         self.decisions.add(f"{words}; switching to {self.wire.strategy}", considered)
@@ -384,32 +365,25 @@ class AutoTuner:
     def _trying(self) -> None:
         assert self.meter is not None
         assert self.wire.plan is not None
-        self._trial.append(self.meter.step())
+        trial, plan = self._trial, self.wire.plan
+        trial.steps.append(self.meter.step())
         snapshot = self._observe()
         if snapshot is not None and snapshot.alarm:
             self._give_up(snapshot.alarm)
             return
-        count, plan = len(self._trial), self.wire.plan
-        ended = count == SETTLE + WINDOW
-        if count in CONTROLS:
+        if trial.wants_control:
             (now,) = mean(self._world, statistics.median(self._recent))
             if self._control.needed(now):
-                self.wire.session.control(1)
-        if not ended and (count > SETTLE or count % GLANCE):
+                self._make_control_step(1)
+        if not trial.looks:
             return
-        seen = self._trial[SETTLE:] if ended else self._trial[-GLANCE:]
-        (measured,) = mean(self._world, statistics.median(seen))
-        words = (
-            f"{milliseconds(measured)} per step, predicted {milliseconds(plan.predicted_seconds)}, "
-            f"before {milliseconds(self._baseline)}"
-        )
-        if self._controls:
-            words += f", dense steps in between {milliseconds(statistics.median(self._controls))}"
-        self._baseline = to_beat(self._baseline, self._controls, self._before.direct)
-        if measured > FAR_SLOWER * self._baseline or (ended and measured >= self._baseline):
+        (measured,) = mean(self._world, trial.seconds)
+        words = trial.words(measured, plan.predicted_seconds)
+        if trial.failed(measured):
             self._go_back(words, measured)
-        elif ended:
+        elif trial.ended:
             self._patience.satisfied()
+            self._baseline = trial.to_beat
             if self._tries_plain(plan, measured, words):
                 return
             self._save(plan)
@@ -426,7 +400,7 @@ class AutoTuner:
             return
         dense, now = mean(self._world, self.meter.step(), statistics.median(self._recent))
         slower = self._control.compare(dense, now)
-        self._controls.append(dense)
+        self._trial.controls.append(dense)
         if self._phase != self._running or not slower:
             return
         strategy = self.wire.strategy
@@ -448,15 +422,19 @@ class AutoTuner:
             slower = snapshot.link / self._profile.link("all_gather", "flat").seconds(size)
         self._control.passed(PERIOD * seconds)
         if self._control.due(seconds, slower) and self.wire.session.progress.control == 0:
-            self.wire.session.control(CONTROL_AHEAD)
+            self._make_control_step(CONTROL_AHEAD)
+
+    def _make_control_step(self, ahead: int) -> None:
+        if self.wire.session.executor is not None:  # as long as DDP's buckets are not final, steps are dense anyway
+            self.wire.session.control(ahead)
 
     def _go_back(self, words: str, measured: float) -> None:
         """A trial was slower: first back to what was before, then think about it."""
-        before, plain = self._before, self._plain
-        self._go_over(before.plan if before.plan is not None else "dense")
-        back = f"back to {before}" if before.plan is not None else "gradients travel dense, by plain all-reduces"
+        before, self._baseline = self._trial.before, self._trial.to_beat
+        self._go_over(before.plan if before is not None and before.plan is not None else "dense")
+        back = f"back to {before}" if before is not None else "gradients travel dense, by plain all-reduces"
         words = f"{words}: not faster; {back}"
-        if self._profile is not None and before.plan is None:
+        if self._profile is not None and before is None:
             self._save(ddp_plan(self._profile, self.quality, self._baseline, self._borders))
         if self._patience.disappointed():
             self.decisions.add(f"{words}; after {DISAPPOINTMENTS} of them in a row nothing else is tried", loud=True)
@@ -464,15 +442,15 @@ class AutoTuner:
             self._rest(self._running)
             return
         self.decisions.add(words)
-        self._rest(functools.partial(self._thinking, measured, plain))
+        self._rest(functools.partial(self._thinking, measured, self._trial.plain))
 
     def _thinking(self, tried: float, plain: Plan | None) -> None:
         """Some steps after a trial that was slower: why, and whether something else is worth one."""
         assert self.meter is not None
-        self._trial.append(self.meter.step())
-        if len(self._trial) < CHECKED:
+        self._seen.append(self.meter.step())
+        if len(self._seen) < CHECKED:
             return
-        (now,) = mean(self._world, statistics.median(self._trial))
+        (now,) = mean(self._world, statistics.median(self._seen))
         words = f"{milliseconds(now)} per step since, {milliseconds(tried)} in the trial"
         self._baseline = now
         self._rest(self._running)
@@ -494,7 +472,7 @@ class AutoTuner:
 
     def _tries_plain(self, plan: Plan, measured: float, words: str) -> bool:
         """Whether the plain plan may be as fast by what is predicted: it asks less of the machine, so it is tried too."""
-        plain = self._plain
+        plain = self._trial.plain
         if plain is None or plain.predicted_seconds > (1.0 + HYSTERESIS) * measured:
             return False
         self._baseline = measured
@@ -670,12 +648,12 @@ class AutoTuner:
         """See `DDPWire.explain`."""
         now = self.wire.strategy.full if self._hook.registered else "DDP alone, no hook"
         head = f"auto, quality {self.quality!r}, {self._world.size} ranks"
-        pauses = self.pauses
-        stood = f"training stood still for {pauses.total:.1f} s in all, at most {pauses.longest:.1f} s at a time"
-        return "\n".join([head, *self.decisions.lines(), stood, f"now: {now}"])
+        return "\n".join([head, *self.decisions.lines(), str(self.pauses), f"now: {now}"])
 
     def close(self) -> None:
         self._compiling.close()
+        if self._measurement is not None:
+            self._measurement.close()
         if self._profiling is not None:
             self._profiling.close()
 

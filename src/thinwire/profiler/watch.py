@@ -48,7 +48,7 @@ class Compute:
     steps: tuple[float, ...] = ()
     """What each step computed, from forward to optimizer: ranks wait for the slowest in every one of them."""
     unsteady: float = 0.0
-    """Interquartile range of the walls of the steps, relative to their median."""
+    """How much the walls of the steps differ, see `unsteadiness`."""
 
     def undisturbed(
         self, sizes: Mapping[str, int], buckets: Sequence[int], seconds: Callable[[float], float], beside: Beside
@@ -80,11 +80,9 @@ class Compute:
 
 
 def unsteadiness(walls: Sequence[float]) -> float:
-    """The interquartile range of some seconds, relative to their median."""
-    if len(walls) < 4:
-        return 0.0
-    low, middle, high = statistics.quantiles(walls, n=4)
-    return (high - low) / middle if middle > 0.0 else 0.0
+    """Twice the median distance of some seconds from their median, relative to it: one disturbed step does not count."""
+    middle = statistics.median(walls)
+    return 2.0 * statistics.median([abs(wall - middle) for wall in walls]) / middle if middle > 0.0 else 0.0
 
 
 class Watch:
