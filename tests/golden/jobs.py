@@ -22,6 +22,11 @@ KINDS = ["early", "micro", "plan", "scaler", "auto", "stream", "dcp"]
 TEXTS = {"early": "topk(density=0.05)", "micro": "micro(density=0.05)", "scaler": "topk(density=0.05, momentum=0.5)"}
 
 
+def changed(kind: str) -> bool:
+    """See `cases.changed`; the plan has a group of `micro`."""
+    return kind in ("plan", "auto") or cases.changed(TEXTS.get(kind, ""))
+
+
 class Job:
     """A module, its wire and its optimizer on this rank. Gradients do not depend on the parameters, so those are not stored."""
 

@@ -8,6 +8,7 @@ surface for what was added to it. Checkpoints and files of older versions are ne
     trajectories   20 steps of every codec, its variants and chains, and of local updates
     checkpoints    states of every form, and what the five steps after them gave
     ranks          the same of real ranks: DDP, with a plan, a scaler, auto, on the GPU's path; a journal
+    resumed        what the steps after stored states give, where numerics changed since
     messages       bytes of every coding, and of every codec that gathers messages
     files          a plan, a profile, what `auto` keeps for the next run, lines of a journal
     surface        names, signatures, commands, options, columns
@@ -119,6 +120,35 @@ def checkpoints(overwrite: bool) -> None:
             found[f"{local.slug} folded"] = cases.run_local(local, others, other, after)
         found[local.slug] = cases.run_local(local, models, opt, after)
     merge("checkpoints", found, overwrite)
+
+
+def resumed(overwrite: bool) -> None:
+    """What the steps after a checkpoint give, where numerics changed since it was written."""
+    if not overwrite:
+        return
+    found: dict[str, dict[str, Any]] = {}
+    after = range(BEFORE, BEFORE + AFTER)
+    for case in CHECKPOINTS:
+        folder = FILES / "checkpoints" / case.slug
+        if cases.changed(case.text):
+            exchange = case.exchange()
+            exchange.load(folder)
+            found[case.slug] = cases.run_case(case, exchange, after)
+        if cases.changed(case.text) and case in chosen_for_mean():
+            ranks = OTHER_RANKS if case.nodes == 1 else 0
+            other = case.exchange(ranks)
+            other.load(folder / "mean")
+            found[f"{case.slug} mean"] = cases.run_case(case, other, after, ranks)
+    for local in LOCALS:
+        if cases.changed(local.codec):
+            models, opt = local.make()
+            opt.load(FILES / "checkpoints" / local.slug)
+            found[local.slug] = cases.run_local(local, models, opt, range(BEFORE + 1, BEFORE + 1 + AFTER))
+    merge("checkpoints", found, overwrite=False)
+    digests = json.loads((FILES / "ranks.json").read_text())
+    for kind in filter(jobs.changed, jobs.KINDS):
+        (_, digests[kind]), _ = run(2, jobs.resume, kind, str(FILES / "ranks" / kind), False)
+    write_json(FILES / "ranks.json", digests)
 
 
 def ranks(overwrite: bool) -> None:
@@ -243,13 +273,14 @@ PARTS: dict[str, Callable[[bool], None]] = {
     "trajectories": trajectories,
     "checkpoints": checkpoints,
     "ranks": ranks,
+    "resumed": resumed,
     "messages": messages,
     "files": files,
     "surface": surface,
 }
 
 
-AGAIN = ["trajectories", "messages", "surface"]
+AGAIN = ["trajectories", "resumed", "messages", "surface"]
 """What may be written anew; the rest is files that somebody may have."""
 
 
