@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import thinwire
-from thinwire.codecs.micro import MicroState
-from thinwire.codecs.micro_messages import largest
+from thinwire.codecs.micro import _largest
+from thinwire.codecs.micro_state import MicroState
 
 from .laws import check_conservation, check_replicas, residuals, steps_of
 from .micro_oracle import Oracle
@@ -70,6 +70,11 @@ def check_largest(exchange: thinwire.Exchange, given_: list[NDArray[np.float32]]
     return wanted, int(state.wanted)
 
 
+def _many(seed: int) -> list[int]:
+    """More scores than are looked at one by one, some of them equal."""
+    return np.random.default_rng(seed).integers(0, 10 + 10 * seed, 9000).tolist()
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     ranks=st.integers(1, 6),
@@ -93,10 +98,10 @@ def test_what_is_kept_is_the_largest(
         assert known == wanted, "what did not fit is counted"
 
 
-@given(st.lists(st.integers(0, 5), max_size=40), st.integers(0, 45))
+@given(st.lists(st.integers(0, 5), max_size=40) | st.integers(0, 99).map(_many), st.integers(0, 9000))
 def test_of_equal_ones_the_first_are_kept(scores: list[int], count: int) -> None:
     indices = np.arange(0, 2 * len(scores), 2, dtype=np.int32)
-    found = largest(indices, np.array(scores, np.float32), count)
+    found = _largest(indices, np.array(scores, np.float32), count)
     order = sorted(range(len(scores)), key=lambda place: (-scores[place], place))[:count]
     assert found.tolist() == [2 * place for place in sorted(order)]
 

@@ -9,7 +9,8 @@ import torch
 import thinwire
 from thinwire.codecs import AdaComp, LaplaceTopK, MiCRO, RandomBlock
 from thinwire.codecs.adacomp import AdaCompState
-from thinwire.codecs.micro import MicroState, quantile
+from thinwire.codecs.micro import quantile
+from thinwire.codecs.micro_state import MicroState
 from thinwire.codecs.randomblock import BlockState, draw
 from thinwire.errors import MessageError
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import kernels, messages, ranges
+from .. import kernels, messages
 from ..errors import MessageCount
-from ..messages import ValueCoding, read_header
-from . import micro_messages
+from ..messages import HEADER_BYTES, Flag, ValueCoding, read_header
 from .base import Codec, CodecState, Estimate, Gather, GroupInfo, Message, Steps, Sum
+from .micro_state import MicroState
 from .schedule import Warmup, check_density
 from .sparse import VALUE_CODINGS, check_momentum
 
@@ -26,61 +26,9 @@ BINS = 2048
 _SHIFT = 20  # 8 exponent and 3 mantissa bits: 8 bins an octave
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HURRY_STEPS, _HURRY, _CALM, _LARGEST_MOVE = 50, 0.5, 0.1, 1.5
+_LARGEST_WORD = 2**32 - 1
+_SAMPLE = 8192
 _HEADROOM = 1.1  # with balance, what messages have room for, relative to the average rank
-
-
-@dataclass
-class MicroState(CodecState):
-    """Thresholds (one, or one a parameter), partition borders, and what this step selected on all ranks."""
-
-    thresholds: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    floors: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    borders: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    usual: float = 0.0
-    """Slow average of the elements that all ranks together sent; sets the limit per rank."""
-    steps: int = 0
-    """Steps with a threshold; 0 until the dense first step has produced one."""
-    ends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    chosen: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    support: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    taken: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    buffer: Tensor = field(default_factory=lambda: torch.zeros(0))
-    histogram: Tensor = field(default_factory=lambda: torch.zeros(0))
-    count: int = 0
-    """Elements sent."""
-    wanted: int = 0
-    """Elements that all ranks together selected, including those that did not fit."""
-    sent_before: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Of them, how many were sent in the partitions before each border."""
-    wanted_before: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """And how many were selected there."""
-    imbalance: float = 1.0
-    """The most that a rank selected over the mean."""
-    velocity: Tensor = field(default_factory=lambda: torch.empty(0))
-    """The momentum after the last valid step; empty without momentum."""
-    coming: Tensor = field(default_factory=lambda: torch.empty(0))
-    """The momentum after this step, taken over in `commit`."""
-
-    agreed: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "borders", "weights", "usual", "steps")
-    saved: ClassVar[tuple[str, ...]] = (*agreed, "velocity")
-    elementwise: ClassVar[tuple[str, ...]] = ("velocity",)
-    common: ClassVar[tuple[str, ...]] = ("thresholds", "floors", "weights", "usual", "steps")
-
-    def wanted_until(self, places: NDArray[np.int64]) -> NDArray[np.float64]:
-        """How many elements were selected before each place: what did not fit is spread like what was sent."""
-        sent = np.searchsorted(self.support[: self.count], places.astype(np.int32))
-        until: NDArray[np.float64] = np.interp(sent, self.sent_before, self.wanted_before)
-        return until
-
-    def check(self) -> None:
-        ends = int(self.borders[0]), int(self.borders[-1])
-        if ends != (0, self.group.elements) or bool((self.borders[1:] < self.borders[:-1]).any()):
-            raise ValueError(f"borders must ascend from 0 to {self.group.elements}, but are {self.borders.tolist()}")
-        for name in ("thresholds", "floors", "weights"):
-            ranges.array(name, getattr(self, name), 0.0)
-        ranges.number("usual", self.usual, 0.0)
-        ranges.whole("steps", self.steps, 0)
 
 
 @dataclass(frozen=True)
@@ -207,8 +155,9 @@ class MiCRO(Codec):
         if finite and wanted > written:
             # The list is full of the first ones, which is no reason to send them.
             every = np.arange(end - begin, dtype=np.int32)
-            chosen = micro_messages.largest(every, scores(every), written)
-        size = micro_messages.pack(chosen, scores, wanted, end - begin, state.outgoing.numpy(), finite=finite)
+            magnitudes = scores(every) if thresholds.size > 1 else np.abs(flat[begin:end])
+            chosen = _largest(every, magnitudes, written)
+        size = _pack(chosen, scores, wanted, end - begin, state.outgoing.numpy(), finite=finite)
         answers = yield Gather(Message(size))
         self._read(answers, state)
         support, values = state.support[: state.count], state.taken[: state.count]
@@ -244,7 +193,7 @@ class MiCRO(Codec):
     def request(self, headers: NDArray[np.uint32], state: CodecState) -> int:
         assert isinstance(state, MicroState)
         share = max(state.usual, self._target(state.group.elements)) / state.world
-        return micro_messages.request(headers, math.ceil(_HEADROOM * share) if self.balance else None)
+        return _request(headers, math.ceil(_HEADROOM * share) if self.balance else None)
 
     def _read(self, answers: Sequence[Tensor], state: MicroState) -> None:
         """Concatenate the selections of all ranks by partition, so that indices ascend."""
@@ -271,7 +220,7 @@ class MiCRO(Codec):
             messages.decode_indices(answers[rank].numpy(), size, indices)
             indices += np.int32(begin)
             at += header.entries
-            wanted = min(micro_messages.selected(header.entries, header.wanted, header.payload), size)
+            wanted = min(_selected(header.entries, header.wanted, header.payload), size)
             most = max(most, wanted)
             state.sent_before[part + 1] = at
             state.wanted_before[part + 1] = state.wanted_before[part] + wanted
@@ -363,7 +312,7 @@ class MiCRO(Codec):
 
     def _move_layers(self, state: MicroState) -> None:
         for i, parameter in enumerate(state.group.parameters):
-            first, last = state.wanted_until(np.array([parameter.offset, parameter.offset + parameter.elements]))
+            first, last = _wanted_until(state, np.array([parameter.offset, parameter.offset + parameter.elements]))
             factor = self._factor(float(last - first), self._target(parameter.elements), state.steps)
             state.thresholds[i] = max(state.thresholds[i] * factor, state.floors[i])
 
@@ -378,7 +327,7 @@ class MiCRO(Codec):
         if block < 32:
             return
         edges = np.minimum(np.arange(BLOCKS + 1) * block, state.group.elements)
-        counts = np.diff(state.wanted_until(edges))
+        counts = np.diff(_wanted_until(state, edges))
         state.weights = 0.95 * state.weights + 0.05 * counts
         smooth = state.weights + 0.05 * max(state.weights.sum(), 1e-9) / BLOCKS
         reached = np.cumsum(smooth) / smooth.sum()
@@ -408,3 +357,84 @@ def quantile(counts: NDArray[np.float64], k: float) -> float:
     share = missing / inside if inside > 0 else 1.0
     low, high = float(edges[0]), float(edges[1])
     return max(high - share * (high - low), float(np.finfo(np.float32).tiny))
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def _wanted_until(state: MicroState, places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """How many elements were selected before each place: what did not fit is spread like what was sent."""
+    sent = np.searchsorted(state.support[: state.count], places.astype(np.int32))
+    until: NDArray[np.float64] = np.interp(sent, state.sent_before, state.wanted_before)
+    return until
+
+
+def _largest(indices: NDArray[np.int32], scores: NDArray[np.float32], count: int) -> NDArray[np.int32]:
+    """The `count` indices with the largest scores, in their order; of equal scores the first."""
+    if count >= indices.size:
+        return indices
+    if count <= 0:
+        return indices[:0]
+    if scores.size >= _SAMPLE:
+        # Whatever is below a sample's quantile, lower than what is wanted, cannot be among the largest: no need to sort it.
+        sample = scores[:: scores.size // (_SAMPLE // 2)]
+        place = sample.size - 64 - count * sample.size * 5 // (4 * scores.size)
+        if place > 0:
+            near = np.flatnonzero(scores >= np.partition(sample, place)[place])
+            if near.size >= count:
+                indices, scores = indices[near], scores[near]
+    least = np.partition(scores, scores.size - count)[scores.size - count]
+    kept = scores > least
+    ties = np.flatnonzero(scores == least)
+    kept[ties[: count - np.count_nonzero(kept)]] = True
+    found: NDArray[np.int32] = indices[kept]
+    return found
+
+
+def _pack(
+    indices: NDArray[np.int32],
+    scores: Callable[[NDArray[np.int32]], NDArray[np.float32]],
+    selected: int,
+    elements: int,
+    buffer: NDArray[np.uint8],
+    *,
+    finite: bool,
+) -> int:
+    """Write a message of as many of the largest entries as fit the buffer; returns its size in bytes.
+
+    indices int32 (k,), ascending within [0, elements), are the largest of `selected` ones. Scores are only asked for where
+    something does not fit. The bytes of the uncut message, as the header has them, are those of this one and, for each element
+    that is missing, what an entry takes, rounded up: so they tell how many are missing.
+    """
+    packed = messages.pack(indices, None, elements, buffer, ValueCoding.NONE, finite=finite)
+    while finite and packed.entries < indices.size:
+        # Entries farther apart take longer codes, so fewer of them may fit than `pack` found in a row.
+        indices = _largest(indices, scores(indices), packed.entries)
+        packed = messages.pack(indices, None, elements, buffer, ValueCoding.NONE)
+    if finite and packed.entries < selected:
+        missing = selected - packed.entries
+        wanted = packed.size + missing * _bytes_each(packed.entries, packed.size - HEADER_BYTES)
+        buffer[:HEADER_BYTES].view("<u2")[1] |= Flag.CUT
+        buffer[:HEADER_BYTES].view("<u4")[2] = min(wanted, _LARGEST_WORD)
+    return packed.size
+
+
+def _bytes_each(entries: int, payload: int) -> int:
+    return max(1, -(-payload // max(1, entries)))
+
+
+def _selected(entries: int, wanted: int, payload: int) -> int:
+    """How many elements the sender had selected, from the fields of its header."""
+    beyond = max(0, wanted - HEADER_BYTES - payload)
+    return entries + beyond // _bytes_each(entries, payload)
+
+
+def _request(headers: NDArray[np.uint32], most: int | None) -> int:
+    """Bytes for messages of as many elements as were selected, but of no more than `most`; headers: words [ranks, 4]."""
+    longest = HEADER_BYTES
+    for _, entries, wanted, payload in headers.tolist():
+        count = _selected(entries, wanted, payload)
+        if most is not None:
+            count = min(count, most)
+        longest = max(longest, HEADER_BYTES + -(-payload * count // max(1, entries)))
+    return longest

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ..codecs import parse
-from ..codecs.micro import MicroState
+from ..codecs.micro_state import MicroState
 from ..comm.world import LocalWorld
 from ..engine.exchange import Exchange
 from .results import write
