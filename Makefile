@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 # Compiled kernels stay in the clone, so that only the first run waits for them.
 export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba
 
-.PHONY: venv browser kernels test test-quick test-long test-frameworks lint docs tables demo readme dist format clean
+.PHONY: venv browser compile kernels test test-quick test-long test-frameworks lint docs tables demo readme dist format clean
 
 venv: $(VENV)/.installed
 
@@ -18,6 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) torch==2.13.0; \
 	$(PIP) --editable '.[test,lint]'; \
 	touch $@; \
+	$(BIN)/thinwire compile; \
 	set +x; echo "set-up: $$(($$(date +%s) - begun)) s, once per clone"
 
 # Report pages are tested in a browser. Where none can be had, those tests are skipped and say so.
@@ -29,7 +30,11 @@ browser:
 		{ apt-get update -qq && apt-get install -qq -y chromium; } >/dev/null 2>&1 || true; \
 	fi
 
-kernels: venv
+# After an edit of a kernel, too; otherwise there is nothing to do.
+compile: venv
+	@$(BIN)/thinwire compile
+
+kernels: compile
 	@$(BIN)/python -m tests.kernels.compile
 
 # Everything that protects a user. What cannot be run here (no browser, no namespaces) is skipped and says so.
@@ -64,11 +69,11 @@ tables: venv
 	$(BIN)/python tools/tables.py
 	$(BIN)/python tools/picture.py
 
-demo: venv kernels
+demo: venv compile
 	$(BIN)/thinwire demo
 
 # The first numbers and the picture of README.md, measured anew. The machine should do nothing else meanwhile.
-readme: venv kernels
+readme: venv compile
 	$(BIN)/thinwire demo --json results/demo.json
 	@$(MAKE) --no-print-directory tables
 

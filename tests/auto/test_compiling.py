@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.ranks import run
 from thinwire.auto.compiling import PERIOD, Compiling, state_of
 from thinwire.comm.world import TorchWorld
 from thinwire.engine.compiler import missing
+from thinwire.kernels import cache
 
 
 @pytest.mark.parametrize(
@@ -22,15 +24,25 @@ def test_the_least_of_all_ranks_decides(ready: float, in_time: float, state: str
     assert state_of(ready, in_time) == state
 
 
+@contextlib.contextmanager
+def _empty(folder: str) -> Iterator[None]:
+    """With a cache in this folder. Ranks live on, so what they knew before is put back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THINWIRE_CACHE_DIR", folder)
+        cache.folder.cache_clear()
+        yield
+    cache.folder.cache_clear()
+
+
 def _until_decided(folder: str, texts: list[str]) -> tuple[bool, list[str], list[str]]:
     """With an empty cache: whether it was ready at once, every state after that, and what is missing in the end."""
-    os.environ["THINWIRE_CACHE_DIR"] = folder
-    compiling = Compiling(TorchWorld(None, 1), texts, longest=math.inf)
-    at_once, states = compiling.begin(), ["compiling"]
-    while states[-1] == "compiling":
-        states.append(compiling.step())
-    compiling.close()
-    return at_once, states, missing(texts)
+    with _empty(folder):
+        compiling = Compiling(TorchWorld(None, 1), texts, longest=math.inf)
+        at_once, states = compiling.begin(), ["compiling"]
+        while states[-1] == "compiling":
+            states.append(compiling.step())
+        compiling.close()
+        return at_once, states, missing(texts)
 
 
 def test_ranks_go_on_together_once_a_child_has_compiled(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compiles what Numba compiles before the tests begin: `python -m tests.kernels.compile`.
+"""Compiles what only tests call, before they begin: `python -m tests.kernels.compile`, after `thinwire compile`.
 
 A kernel is compiled for the types of its first call and cached on disk. If that happened inside the tests, each worker
 would compile by itself, and the first test of each kernel would take minutes on a busy machine. So every codec takes a
@@ -13,14 +13,12 @@ import hashlib
 import json
 import multiprocessing
 import os
-import platform
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src" / "thinwire"
-KERNELS = SOURCE / "kernels" / "cpu"
+from thinwire.kernels import cache
+
 PLANS = ["joint", "exact", "espresso", "measured"]
 SHAPES = {"matrix": (120, 100), "kernel": (20, 30, 3, 3), "long": (70_001,), "bias": (120,)}
 UPDATES = ["randomblock(ratio=8)", "topk(density=0.05)", "micro(density=0.05)", "int8"]
@@ -33,45 +31,21 @@ OPTIONS = [
 
 
 def main() -> None:
-    cache = os.environ.get("NUMBA_CACHE_DIR")
-    if not cache:
-        sys.exit("NUMBA_CACHE_DIR is not set: `make` sets it")
-    stamp = Path(cache) / "compiled"
-    helpers, everything = _versions()
-    before = stamp.read_text().split("\n") if stamp.exists() else []
-    if before == [helpers, everything]:
-        print("kernels: compiled already", flush=True)
+    stamp = f"tests {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+    if cache.is_ready(stamp):
+        print("kernels of tests: compiled already", flush=True)
         return
-    print("compiling kernels: one to three minutes, once per clone ...", flush=True)
+    print("compiling kernels of tests: up to two minutes, once per clone ...", flush=True)
     os.environ["THINWIRE_LOG"] = "warning"
     begun = time.monotonic()
-    if before[:1] != [helpers]:  # the cache does not see an edit to a file whose kernels another file's kernels call
-        for module in KERNELS.glob("*.py"):
-            for old in Path(cache).glob(f"*/{module.stem}.*.nb[ic]"):
-                old.unlink()
     jobs = [("_plan", words) for words in PLANS]
     jobs += [("_exchange", text) for text in _texts()]
     jobs += [("_updates", text) for text in UPDATES]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         for _ in pool.imap_unordered(_do, jobs):
             pass
-    stamp.parent.mkdir(parents=True, exist_ok=True)
-    stamp.write_text(f"{helpers}\n{everything}")
-    print(f"compiling kernels: {time.monotonic() - begun:.0f} s, once per clone", flush=True)
-
-
-def _versions() -> tuple[str, str]:
-    """Of what kernels of several files share, with the compiler and the CPU; and of all files with kernels."""
-    import llvmlite.binding
-    import numba
-
-    machine = f"{numba.__version__} {platform.python_version()} {llvmlite.binding.get_host_cpu_name()}"
-    files = [path for path in sorted(SOURCE.rglob("*.py")) if b"@kernel" in path.read_bytes()]
-    return f"{_digest(sorted(KERNELS.glob('_*.py')))} {machine}", _digest(files)
-
-
-def _digest(files: list[Path]) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    cache.mark_ready(stamp)
+    print(f"compiling kernels of tests: {time.monotonic() - begun:.0f} s, once per clone", flush=True)
 
 
 def _do(job: tuple[str, str]) -> None:

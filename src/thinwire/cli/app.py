@@ -7,6 +7,7 @@ import typer
 
 from ..version import __version__
 from . import bench, demo, lab
+from .compile import compile_
 from .console import DEBUG
 from .doctor import doctor
 from .plan import plan
@@ -41,6 +42,7 @@ app.command()(simulate)
 app.command()(report)
 app.command()(top)
 app.command()(doctor)
+app.command("compile")(compile_)
 app.command()(selftest)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..kernels import cache
+from ..log import logger
 
 PLANNING = "planning"
 """Stands among the texts of codecs for the kernels that search for a plan."""
@@ -23,8 +25,22 @@ NICENESS = 10
 """Of a child: beside a job that leaves no CPU idle it still gets a tenth of one."""
 
 
+_shared = False
+"""Whether a parent holds the lock for this process."""
+
+
+def share_lock() -> None:
+    """This process is one of several that compile for a parent, which holds the lock."""
+    global _shared
+    _shared = True
+
+
 @contextlib.contextmanager
-def compiling(begin: Callable[[], None], compiles: Callable[[str], None], wait: Callable[[], None]) -> Iterator[None]:
+def compiling(
+    begin: Callable[[], None] = lambda: None,
+    compiles: Callable[[str], None] = lambda name: None,
+    wait: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Hold the lock of all compilers of this machine from the first kernel on that is not in the cache.
 
     begin     called before the first kernel is compiled
@@ -32,7 +48,7 @@ def compiling(begin: Callable[[], None], compiles: Callable[[str], None], wait: 
     wait      called if another process is compiling
     """
     with contextlib.ExitStack() as held:
-        owned, begun = False, False
+        owned, begun = _shared, False
 
         def miss() -> None:
             nonlocal owned
@@ -55,26 +71,61 @@ def compiling(begin: Callable[[], None], compiles: Callable[[str], None], wait: 
             cache.observer = before
 
 
+@contextlib.contextmanager
+def announced(what: str) -> Iterator[None]:
+    """`compiling` while a user waits: a line in the log, and on a terminal what is being compiled."""
+    with contextlib.ExitStack() as shown:
+        tell: Callable[[str], None] | None = None
+        count = 0
+
+        def begin() -> None:
+            nonlocal tell
+            logger.info("compiling the kernels of %s, once per machine: it takes 3 to 10 seconds", what)
+            if sys.stderr.isatty() and logger.isEnabledFor(logging.INFO):
+                from rich.console import Console
+
+                tell = shown.enter_context(Console(stderr=True).status("")).update
+
+        def compiles(name: str) -> None:
+            nonlocal count
+            count += 1
+            if tell is not None:
+                tell(f"kernel {count}: {name}")
+
+        def wait() -> None:
+            logger.info("another process compiles kernels on this machine: waiting for it")
+
+        with compiling(begin, compiles, wait):
+            yield
+
+
 def missing(texts: Sequence[str]) -> list[str]:
     """Those that are not known to be compiled."""
     return [text for text in texts if not cache.is_ready(text)]
 
 
-def prepare(text: str, compiles: Callable[[str], None] = lambda name: None) -> None:
-    """Compile what one of them needs, unless that is done, and leave a stamp."""
+def rehearse(text: str) -> None:
+    """Call whatever one of them calls, so that it is compiled."""
+    if text == PLANNING:
+        from ..planner.rehearsal import rehearse as plan
+
+        plan()
+        return
+    from .strategy import Strategy
+    from .warmup import rehearse as exchange
+
+    for assignment in Strategy.of(text).assignments:
+        exchange(assignment.codec, assignment.chain)
+
+
+def prepare(text: str, work: Callable[[str], None] = rehearse) -> int:
+    """Do some work unless it was done for this machine, and leave a stamp. The number of kernels that were compiled."""
+    names: list[str] = []
     if not cache.is_ready(text):
-        with compiling(lambda: None, compiles, lambda: None):
-            if text == PLANNING:
-                from ..planner.rehearsal import rehearse as plan
-
-                plan()
-            else:
-                from .strategy import Strategy
-                from .warmup import rehearse
-
-                for assignment in Strategy.of(text).assignments:
-                    rehearse(assignment.codec, assignment.chain)
+        with compiling(compiles=names.append):
+            work(text)
         cache.mark_ready(text)
+    return len(names)
 
 
 class CompilerProcess:

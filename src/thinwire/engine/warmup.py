@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..codecs import Codec
 from ..comm.world import LocalWorld
+from .compiler import announced
 from .consensus import agree
 from .executor import Executor
 from .layout import build, describe
@@ -22,7 +23,8 @@ def compile_kernels(group: dist.ProcessGroup | None, strategy: Strategy) -> None
 
         def work(codec: Codec = codec, chain: str = chain) -> None:
             if str(codec) not in _rehearsed:  # chains need no other kernels
-                rehearse(codec, chain)
+                with announced(str(codec)):
+                    rehearse(codec, chain)
             _rehearsed.add(str(codec))
 
         take_turns(group, work, f"{codec} fails in a rehearsal on 5000 elements")

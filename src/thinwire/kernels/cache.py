@@ -56,17 +56,15 @@ def base() -> Path:
 @functools.cache
 def folder() -> Path:
     """Where this process keeps compiled kernels. Where nothing can be written, a folder for temporary files takes over."""
-    wished = _wished()
-    if _writable(wished):
-        return wished
-    if (wished / "ready").is_dir():  # filled beforehand, as part of an image
-        return wished
-    found = _temporary() / wished.name
+    place = wished()
+    if _writable(place) or (place / "ready").is_dir():  # filled beforehand, as part of an image
+        return place
+    found = _temporary() / place.name
     found.mkdir(parents=True, exist_ok=True)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(
             "compiled kernels cannot be kept in %s: they are kept in %s, until that is emptied. Set %s to a folder that lasts",
-            wished.parent,
+            place.parent,
             found,
             VARIABLE,
         )
@@ -124,7 +122,7 @@ def sources() -> list[Path]:
     return [*sorted((package / "kernels" / "cpu").glob("*.py")), *planner]
 
 
-def _wished() -> Path:
+def wished() -> Path:
     """The folder's place, whether or not it can be had there."""
     above = base() / "kernels"
     if VARIABLE not in os.environ and (numba := os.environ.get("NUMBA_CACHE_DIR")):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .. import kernels
 from ..errors import ThinwireError
+from ..kernels import cache
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 EXTRAS = {
@@ -89,16 +90,16 @@ def _kernels() -> Iterator[Finding]:
 
     try:
         basic = kernels.basic
-    except (ImportError, RuntimeError) as error:  # RuntimeError: Numba finds no writable cache directory
-        yield Finding("kernels", False, True, str(error), "export NUMBA_CACHE_DIR=$HOME/.cache/numba")
+    except ImportError as error:
+        yield Finding("kernels", False, True, str(error), "pip install numba")
         return
     residual = np.ones(5000, np.float32)
     right = basic.accumulate(residual, residual.copy()) and bool((residual == 2.0).all())
     yield Finding("kernels", right, True, "compiled by Numba, give the right sum" if right else "give a wrong sum")
-    place = Path(basic.accumulate._cache.cache_path)  # type: ignore[attr-defined]
-    kept = place.is_dir() and os.access(place, os.W_OK)
-    text = f"{place}" + ("" if kept else " is not writable: every process compiles the kernels again")
-    yield Finding("kernel cache", kept, False, text, "" if kept else "export NUMBA_CACHE_DIR=$HOME/.cache/numba")
+    place, wished = cache.folder(), cache.wished()
+    kept = place == wished
+    text = f"{place}" + ("" if kept else f", because {wished} is not writable")
+    yield Finding("kernel cache", kept, False, text, "" if kept else f"export {cache.VARIABLE}=/var/tmp/thinwire")
 
 
 def _network() -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from ..codecs import Codec, GatheredCodec, RandomBlock, parse
 from ..comm.world import LocalWorld, TorchWorld, World
+from ..engine.compiler import announced
 from ..engine.consensus import agree, problem_of
 from ..engine.layout import Exclude, excluded
 from ..engine.warmup import take_turns
@@ -98,7 +99,12 @@ def make_job(
     if not isinstance(process_group, LocalWorld):
         agree(process_group, facts, error)
         if one_pass:
-            take_turns(process_group, compile_kernels, "the kernels of local updates do not compile")
+
+            def work() -> None:
+                with announced("local updates"):
+                    compile_kernels()
+
+            take_turns(process_group, work, "the kernels of local updates do not compile")
     broadcast(replicas, process_group)
     for replica in replicas:
         replica.prepare()

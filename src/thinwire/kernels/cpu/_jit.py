@@ -5,6 +5,7 @@ signatures are fixed, so that `NUMBA_BOUNDSCHECK=1` checks every access. No fast
 bit for bit. No Numba threads: a kernel releases the interpreter lock, and the caller's threads run it concurrently.
 """
 
+import pickle
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -83,13 +84,22 @@ class _Cache(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             with cache.locked("index"):  # Numba reads an index, adds a line, writes it
-                super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+                self._save(sig, data)
         except OSError as error:
             logger.debug("%s is not kept on disk: %s", self._py_func.__name__, error)
 
-    def _found(self, sig: Any, target_context: Any) -> Any:
+    def _save(self, sig: Any, data: Any) -> None:
+        save: Any = super().save_overload
         try:
-            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            save(sig, data)
+        except (EOFError, ValueError, TypeError, pickle.UnpicklingError):  # of an index that is damaged
+            self.flush()  # type: ignore[no-untyped-call]
+            save(sig, data)
+
+    def _found(self, sig: Any, target_context: Any) -> Any:
+        load: Any = super().load_overload
+        try:
+            return load(sig, target_context)
         except Exception as error:  # of any kind: a damaged file can end in each, and is compiled again
             logger.debug("%s is compiled again: %s: %s", self._py_func.__name__, type(error).__name__, error)
             return None
