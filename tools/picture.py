@@ -77,7 +77,7 @@ def draw(result: Mapping[str, Any], theme: Theme) -> str:
             LEFT - 34, 54, f"{plain['nodes']} nodes, {_rate(plain['rate'])}, {plain['steps']} steps", theme.faint, 14
         ),
     ]
-    for loss in nice(highest, 5):
+    for loss in nice(highest, 6):
         parts.append(_line(LEFT, y(loss), WIDTH - RIGHT, y(loss), theme.rule))
         parts.append(_text(LEFT - 8, y(loss) + 4, f"{loss:g}", theme.faint, 13, "end"))
     for seconds in nice(longest, 8):

@@ -64,8 +64,8 @@ def test_a_verdict_of_a_win() -> None:
 
 def test_a_verdict_of_a_higher_loss() -> None:
     said = verdict(HIGHER)
-    assert "faster to a loss of 2.30, but the loss at the end is 0.30 higher" in said
-    assert said.endswith("because this codec holds back too much for so short a run.")
+    assert "faster to a loss of 2.30 and sent 40 times fewer bytes, but the loss at the end is 0.30 higher" in said
+    assert said.endswith("because what it held back came too late in so short a run.")
 
 
 def test_a_verdict_of_a_tie() -> None:

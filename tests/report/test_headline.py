@@ -45,8 +45,11 @@ def test_words_of_a_comparison(other: Course, said: str) -> None:
 
 def test_another_loss_is_compared_at_what_both_reach() -> None:
     """Plain DDP reaches the worse loss of 3.0 half-way."""
-    worse = made("worse", 0.1, 3.0)
-    assert compare(PLAIN, worse) == "2.0 times faster to a loss of 3.00, but the loss at the end is 1.00 higher"
+    worse = made("worse", 0.1, 3.0, 100.0)
+    assert (
+        compare(PLAIN, worse)
+        == "2.0 times faster to a loss of 3.00, 36 times fewer bytes, but the loss at the end is 1.00 higher"
+    )
     better = made("better", 0.41, 1.0)
     assert compare(PLAIN, better) == "1.5 times faster to a loss of 2.00, and the loss at the end is 1.00 lower"
     slow = made("slow", 0.41, 3.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..lab.demo import Outcome
 from ..lab.demo_setup import WORKLOAD, Setup
-from ..report.headline import SAME, SAME_LOSS, Course, compare, speed, volume
+from ..report.headline import SAME, SAME_LOSS, Course, compare, ending, speed, volume
 
 NEXT = (
     "Next, in your own script:",
@@ -82,8 +82,10 @@ def verdict(pair: Pair) -> str:
     courses = pair.plain_course, pair.our_course
     sent = volume(*courses)
     words = f"thinwire was {speed(*courses)}" + (f" and sent {sent}" if sent else "")
+    if end := ending(*courses):
+        words += f", {end}"
     if pair.apart > SAME_LOSS:
-        words += ", because this codec holds back too much for so short a run"
+        words += ", because what it held back came too late in so short a run"
     if pair.ours.total_seconds * SAME > pair.plain.total_seconds:
         words += f": {_why_not_faster(pair)}"
     return words + "."

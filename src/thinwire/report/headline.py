@@ -49,7 +49,8 @@ def smoothed(times: Sequence[float], losses: Sequence[float]) -> list[tuple[floa
 
 def compare(base: Course, other: Course) -> str:
     """How another run did beside the first: "4.1 times faster to the same loss, 36 times fewer bytes"."""
-    return ", ".join(part for part in (speed(base, other), volume(base, other)) if part)
+    parts = speed(base, other), volume(base, other), ending(base, other)
+    return ", ".join(part for part in parts if part)
 
 
 def speed(base: Course, other: Course) -> str:
@@ -61,9 +62,17 @@ def speed(base: Course, other: Course) -> str:
         return _pace(base.seconds, other.seconds, "to the same loss")
     # The worse of both is reached by both, if only at the end.
     target = max(base.loss, other.loss)
-    pace = _pace(base.reaches(target), other.reaches(target), f"to a loss of {target:.2f}")
-    end = f"the loss at the end is {abs(apart):.2f} {'higher' if apart > 0 else 'lower'}"
-    return f"{pace}, but {end}" if apart > 0 else f"{pace}, and {end}"
+    return _pace(base.reaches(target), other.reaches(target), f"to a loss of {target:.2f}")
+
+
+def ending(base: Course, other: Course) -> str:
+    """`"but the loss at the end is 0.12 higher"`; empty where it is the same, or not known."""
+    apart = 0.0 if base.loss is None or other.loss is None else other.loss - base.loss
+    if abs(apart) <= SAME_LOSS:
+        return ""
+    return (
+        f"{'but' if apart > 0 else 'and'} the loss at the end is {abs(apart):.2f} {'higher' if apart > 0 else 'lower'}"
+    )
 
 
 def _pace(base: float | None, other: float | None, whereto: str) -> str:
