@@ -27,7 +27,9 @@ def compile_(
         from ..kernels import cache
         from ..lab import compiler
 
-        texts = [Strategy.of(text).full for text in codec] if codec else compiler.everything()
+        for text in codec or ():
+            Strategy.of(text)  # its error is a sentence; that of a compiler is not
+        texts = codec or compiler.everything()
         rows = []
         with console.status("compiling kernels"):
             for done in compiler.compile_for(texts):

@@ -30,7 +30,8 @@ Result = TypeVar("Result")
 
 def kernel(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Compile a function over NumPy arrays and scalars; it keeps its static type."""
-    options = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": None}
+    # Nobody calls a kernel from C, and that wrapper takes a tenth of the time.
+    options = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": None, "no_cfunc_wrapper": True}
     compiled: Callable[Parameters, Result] = _Kernel(function, targetoptions=options)
     return compiled
 

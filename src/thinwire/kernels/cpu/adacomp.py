@@ -244,7 +244,8 @@ def cut_segment(
                 size += 1
             if ahead < 1:
                 fitting = min(size, room - written)
-                out[written : written + fitting] = words[position : position + fitting]
+                for i in range(fitting):  # an assignment of slices compiles the text of its error for a second
+                    out[written + i] = words[position + i]
                 written += fitting
                 out[written - 1] |= last
                 done += 1

@@ -21,11 +21,13 @@ def take_blocks(
     for tensor in range(offsets.size):
         first = min(lengths[tensor], sizes[tensor] - starts[tensor])
         begin = offsets[tensor] + starts[tensor]
-        out[at : at + first] = residual[begin : begin + first]
+        for i in range(first):  # an assignment of slices compiles the text of its error for a second
+            out[at + i] = residual[begin + i]
         residual[begin : begin + first] = np.float32(0.0)
         rest = lengths[tensor] - first
         begin = offsets[tensor]
-        out[at + first : at + first + rest] = residual[begin : begin + rest]
+        for i in range(rest):
+            out[at + first + i] = residual[begin + i]
         residual[begin : begin + rest] = np.float32(0.0)
         at += first + rest
 
