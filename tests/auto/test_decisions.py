@@ -92,14 +92,14 @@ def test_steps_and_links_that_do_not_fit_are_watched_once_more() -> None:
     assert "switching to plan" in decision
 
 
-@pytest.mark.parametrize(("links", "native"), [(20 * SLOW, 0.3), (SLOW, 4.0)])
-def test_measurements_that_contradict_steps_are_thrown_away(links: float, native: float) -> None:
+@pytest.mark.parametrize(("links", "native", "looks"), [(20 * SLOW, 0.3, 1), (SLOW, 4.0, 2)])
+def test_measurements_that_contradict_steps_are_thrown_away(links: float, native: float, looks: int) -> None:
     first = WATCHED + CHECKED
-    ended = _run(Machine({0: links}, native=native), first + FIRST + WATCHED + CHECKED + 2)
+    ended = _run(Machine({0: links}, native=native), looks * first + (looks - 1) * FIRST + 2)
     busy = [(step, text) for step, text in ended.decisions if "the machine is too busy to tell" in text]
-    assert [step for step, _ in busy] == [first, first + FIRST + WATCHED + CHECKED]
+    assert [step for step, _ in busy] == [first, first + FIRST + first][:looks]
     assert f"DDP stays alone, no hook is registered, looking again after {FIRST} steps" in busy[0][1]
-    assert f"looking again after {2 * FIRST} steps" in busy[1][1]
+    assert f"looking again after {looks * FIRST} steps" in busy[-1][1]
     assert not ended.hooked
 
 

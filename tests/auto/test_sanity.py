@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.auto.patience import DISAPPOINTMENTS, FIRST, LONGEST, Patience
+from thinwire.auto.pauses import ALLOWED, Pauses
 from thinwire.auto.sanity import TWICE, Evidence, Verdict, contradiction, judge, possible
 
 CALM = Evidence(native=0.25, compute=0.1, expected=0.24)
@@ -71,3 +72,14 @@ def test_patience_doubles_and_ends() -> None:
     assert [patience.disappointed() for _ in range(DISAPPOINTMENTS)] == [False] * (DISAPPOINTMENTS - 1) + [True]
     patience.satisfied()
     assert not patience.disappointed()
+
+
+def test_pauses_are_paid_for_by_time() -> None:
+    assert not Pauses.enough(ALLOWED, 0.0)
+    assert Pauses.enough(ALLOWED + 0.5, 10.0)
+    assert not Pauses.enough(ALLOWED + 0.5, 1000.0)
+    pauses = Pauses()
+    for step, seconds in enumerate((0.25, 0.001, 0.3)):
+        pauses.add(step, seconds)
+    assert (pauses.total, pauses.longest, pauses.last_step) == (0.55, 0.3, 2)
+    assert str(pauses) == "training stood still for 0.6 s in all, at most 0.3 s at a time"

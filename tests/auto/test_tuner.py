@@ -72,6 +72,9 @@ class Steady(Meter):
     def compute(self) -> Compute:
         return Compute(0.1, 0.1, 0.1, self._native, {})
 
+    def clock(self) -> float:
+        return 0.0
+
     def stretched(self) -> float:
         return 0.0
 

@@ -25,6 +25,10 @@ class Meter:
         self._profiling, self._world = profiling, world
         self._load = LoadMeter()
 
+    def clock(self) -> float:
+        """Seconds since some moment, for pauses."""
+        return time.perf_counter()
+
     def step(self) -> float:
         """Seconds of the last step, from the start of forward to the end of the optimizer's step."""
         return self._profiling.watch.steps[-1].wall

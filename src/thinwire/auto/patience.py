@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FIRST, LONGEST = 100, 6400
+FIRST, LONGEST = 400, 12800
 """Steps until the job is measured again on a machine that was too busy; twice as many each time."""
 
 DISAPPOINTMENTS = 3

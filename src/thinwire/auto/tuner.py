@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -85,8 +84,9 @@ CROWDED, MOST_CROWDED = 1.2, 2.0
 """Threads for every core from which on it is worth a word, and beyond which a hook is not taken to cost still more: plans
 that promise a fifth of a step are worth a trial wherever they run."""
 
-MEASUREMENT = 1.25
-"""Seconds for which links and codecs are measured, in slices between steps, whatever a step takes."""
+MEASUREMENT, LONGEST_MEASUREMENT = 1.0, 1.4
+"""Seconds for which links and codecs are measured, in slices between steps, whatever a step takes; and after which it is given
+up, because a machine where everything takes longer than it should tells nothing."""
 
 
 class Hook(Protocol):
@@ -124,6 +124,7 @@ class AutoTuner:
         self._paused = self._planning = False
         self._monitor, self._changes = Monitor(world, self.watchdog), Changes()
         self._patience, self.pauses = Patience(), Pauses()
+        self._begun: float | None = None
         self._control = Control()
         self._recent: deque[float] = deque(maxlen=PERIOD)
         self._search: PlanThread | None = None
@@ -184,7 +185,9 @@ class AutoTuner:
             self._paused = True
             self._monitor.rest()
             return
-        begun = time.perf_counter()
+        assert self.meter is not None
+        begun = self.meter.clock()
+        self._begun = self._begun if self._begun is not None else begun
         try:
             if self.wire.session.lifecycle.phase is Phase.CONTROL:
                 self._controlled()
@@ -195,7 +198,7 @@ class AutoTuner:
                 raise
             self.decisions.add(f"nothing further is tried: {error}", loud=True)
             self._rest(_nothing)
-        self.pauses.add(self.wire.steps, time.perf_counter() - begun)
+        self.pauses.add(self.wire.steps, self.meter.clock() - begun)
 
     def _waiting_for_kernels(self, then: Callable[[], None]) -> None:
         state = self._compiling.step()
@@ -258,13 +261,19 @@ class AutoTuner:
         """Links and codecs, a slice after each of the next steps."""
         assert self.meter is not None
         self._measurement = self.meter.measuring(candidates(self.quality, self._world), MEASUREMENT)
-        self._phase = functools.partial(self._measuring, native, words)
+        self._phase = functools.partial(self._measuring, native, words, self.pauses.total)
         self._phase()
 
-    def _measuring(self, native: float, words: str) -> None:
+    def _measuring(self, native: float, words: str, paused: float) -> None:
         assert self.meter is not None
         assert self._measurement is not None
         assert self._profiling is not None
+        (spent,) = mean(self._world, self.pauses.total - paused)
+        if spent > LONGEST_MEASUREMENT:
+            self._measurement.close()
+            self._measurement = None
+            self._too_busy(f"{_alone(native)}, {words}; measuring links and codecs does not come to an end")
+            return
         profile = self.meter.slice(self._measurement)
         if profile is None:
             return
@@ -551,13 +560,17 @@ class AutoTuner:
             self._search = PlanThread(lambda: replan(request))
 
     def _links_now(self, step: float) -> float | None:
-        """How many times the seconds of the profile links need for a byte; None if that cannot be true. Takes about a step.
+        """How many times the seconds of the profile links need for a byte; None if that cannot be true, or cannot be afforded.
 
         step  what a step takes now: what links say is checked against it
         """
         profile, plan = self._profile, self.wire.plan
         assert profile is not None
         assert self.meter is not None
+        passed = self.meter.clock() - self._begun if self._begun is not None else 0.0
+        if Pauses.enough(*mean(self._world, self.pauses.total, passed)):
+            self.decisions.add("training has stood still for long enough: links are not measured again for now")
+            return None
         now, before = self.meter.link(min(0.3, max(0.1, step))), profile.link("all_gather", "flat")
         (small, _), (large, _) = now.points[0], now.points[-1]
         difference = max(before.seconds(large) - before.seconds(small), 1e-9)
