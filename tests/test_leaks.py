@@ -64,7 +64,7 @@ def _auto_by_a_plan() -> None:
     ddp = wrapped()
     wire = thinwire.attach(ddp, "auto", plan_file="", quality="fast")
     assert wire.tuner is not None
-    wire.tuner._switch(plan, "at once")
+    wire.tuner.in_use.switch(plan, "at once")
     train(ddp, _sgd(ddp), range(3))  # before it is compared with anything
     assert wire.hooked
 

@@ -55,9 +55,9 @@ def job() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from thinwire.auto.candidates import CANDIDATES
+    from thinwire.auto.first_plan import MEASUREMENT
     from thinwire.auto.meter import Meter
     from thinwire.auto.profiling import Profiling
-    from thinwire.auto.tuner import MEASUREMENT
     from thinwire.comm.world import TorchWorld
     from thinwire.lab.hard_exit import hard_exit
     from thinwire.lab.workloads import load

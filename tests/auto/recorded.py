@@ -95,8 +95,7 @@ class Recorded(Meter):
     def _native(self, now: Profile) -> float:
         tuner = self._wire.tuner
         assert tuner is not None
-        assert tuner._profiling is not None
-        groups = as_ddp(now, borders=tuner._profiling.borders(now))
+        groups = as_ddp(now, borders=tuner.job.profiling.borders(now))
         return self._machine.native * self._predicted(now, groups)
 
     def clock(self) -> float:
@@ -169,7 +168,7 @@ def job(machine: Machine, steps: int, plan_file: str = "") -> Ended:
     wire = thinwire.attach(ddp, plan_file=plan_file)
     assert isinstance(wire, DDPWire)
     assert wire.tuner is not None
-    wire.tuner.meter = Recorded(wire, machine)
+    wire.tuner.job.meter = Recorded(wire, machine)
     ledger = Ledger(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
     for step in range(steps):

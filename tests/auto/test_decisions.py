@@ -9,11 +9,11 @@ import pytest
 import thinwire
 from tests.auto.recorded import NOISE, Ended, Machine, job
 from tests.ranks import run
+from thinwire.auto.job import CHECKED
 from thinwire.auto.monitor import PERIOD
 from thinwire.auto.patience import DISAPPOINTMENTS, FIRST
 from thinwire.auto.profiling import WATCHED
 from thinwire.auto.trial import CONTROLS, GLANCE, SETTLE, WINDOW
-from thinwire.auto.tuner import CHECKED
 from thinwire.planner.drift import Cusum
 from thinwire.planner.replan import is_dense
 

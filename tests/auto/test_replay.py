@@ -19,10 +19,11 @@ import msgspec
 import pytest
 
 from thinwire.auto.control import SLOWER, Control
+from thinwire.auto.first_plan import MOST_CROWDED
+from thinwire.auto.job import LEAST_GAIN
 from thinwire.auto.monitor import PERIOD
 from thinwire.auto.sanity import Evidence, Verdict, contradiction, judge, possible
 from thinwire.auto.trial import Trial
-from thinwire.auto.tuner import LEAST_GAIN, MOST_CROWDED
 from thinwire.planner.plan import Plan
 from thinwire.planner.predict import predict
 from thinwire.planner.profile import Profile

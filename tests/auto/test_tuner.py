@@ -18,11 +18,11 @@ from tests.ddp.reference import Ledger
 from tests.models import digest, mlp, train, wrapped
 from tests.plans import plan_of
 from tests.ranks import RankError, run
+from thinwire.auto.job import CHECKED
 from thinwire.auto.meter import Meter
 from thinwire.auto.monitor import PERIOD
 from thinwire.auto.profiling import WATCHED
 from thinwire.auto.trial import CONTROLS, SETTLE, WINDOW
-from thinwire.auto.tuner import CHECKED
 from thinwire.codecs import CodecState, TopK, register
 from thinwire.comm.world import TorchWorld
 from thinwire.ddp.wire import DDPWire
@@ -60,9 +60,8 @@ class Steady(Meter):
 
     def __init__(self, wire: DDPWire, native: float) -> None:
         assert wire.tuner is not None
-        assert wire.tuner._profiling is not None
         assert isinstance(wire.world, TorchWorld)
-        super().__init__(wire.tuner._profiling, wire.world)
+        super().__init__(wire.tuner.job.profiling, wire.world)
         self._wire, self._native = wire, native
 
     def step(self) -> float:
@@ -86,8 +85,8 @@ def _attached(ddp: DistributedDataParallel, plan_file: str, native: float = 1.1,
     wire = thinwire.attach(ddp, plan_file=plan_file, **options)
     assert isinstance(wire, DDPWire)
     assert wire.tuner is not None
-    if wire.tuner.meter is not None:
-        wire.tuner.meter = Steady(wire, native)
+    if wire.tuner.job.watched:
+        wire.tuner.job.meter = Steady(wire, native)
     return wire
 
 
@@ -143,7 +142,7 @@ def _beside_plain(plan_file: str, native: float, promised: float) -> tuple[str, 
     def each(step: int) -> None:
         ledger.close_step()
         if step == WATCHED:  # the first plan is on trial
-            tuner._trial.plain = msgspec.structs.replace(plain, predicted_seconds=promised)
+            tuner.in_use.trial.plain = msgspec.structs.replace(plain, predicted_seconds=promised)
 
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), range(steps), each=each)
     return wire.explain(), digest(ddp), ledger.balance(wire)

@@ -62,5 +62,5 @@ def columns_of_lab_run() -> list[dict[str, Any]]:
 
 def use_at_once(wire: Any, plan: Any) -> None:
     """As when the trajectory was recorded: without a look at DDP alone first, and faster than that, whatever the clock says."""
-    wire.tuner._baseline = 1e9
-    wire.tuner._switch(plan, "as recorded")
+    wire.tuner.job.baseline = 1e9
+    wire.tuner.in_use.switch(plan, "as recorded")

@@ -41,7 +41,7 @@ def main() -> None:
         "finite": all(bool(torch.isfinite(tensor).all()) for tensor in left.values()),
         "lost": ledger.balance(wire),
         "hooked": wire.hooked,
-        "measured": wire.tuner._profile is not None,
+        "measured": wire.tuner.job.profile is not None,
         "decisions": [[decision.step, decision.text] for decision in wire.decisions],
         "words": wire.explain(),
     }

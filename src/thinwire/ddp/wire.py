@@ -100,12 +100,12 @@ class DDPWire(Wire):
     @property
     def quality(self) -> Quality:
         """What "auto" may choose from."""
-        return _tuner_of(self).quality
+        return _tuner_of(self).job.quality
 
     @property
     def native_seconds(self) -> float:
         """What a step took with DDP alone; 0 as long as "auto" has not measured it."""
-        return _tuner_of(self).native_seconds
+        return _tuner_of(self).job.native_seconds
 
 
 def _tuner_of(wire: DDPWire) -> AutoTuner:
