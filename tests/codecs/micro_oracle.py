@@ -119,7 +119,7 @@ class Oracle:
 
     def _adapt(self, count: int, request: int) -> None:
         wanted = sum(len(places) for places in self.selected.values())
-        power = 0.5 if self.step <= 50 else 0.1
+        power = 0.3 if self.step <= 50 else 0.1
         factor = min(1.5, max(1 / 1.5, (wanted / self.target) ** power))
         self.threshold = max(self.threshold * factor, self.floor)
 
