@@ -85,7 +85,7 @@ class Oracle:
 
     def _sparse(self) -> NDArray[np.float64]:
         sizes, requests = [], []
-        allowed = math.ceil(1.1 * max(self.usual, self.target) / self.ranks)
+        allowed = math.ceil(1.05 * max(self.usual, self.target) / self.ranks)
         for rank, residual in enumerate(self.residuals):
             part = (self.step + rank) % self.ranks
             begin, end = self.borders[part], self.borders[part + 1]
@@ -119,7 +119,7 @@ class Oracle:
 
     def _adapt(self, count: int, request: int) -> None:
         wanted = sum(len(places) for places in self.selected.values())
-        power = 0.5 if self.step <= 50 else 0.1
+        power = 0.25 if self.step <= 50 else 0.1
         factor = min(1.5, max(1 / 1.5, (wanted / self.target) ** power))
         self.threshold = max(self.threshold * factor, self.floor)
 

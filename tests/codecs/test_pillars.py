@@ -84,7 +84,7 @@ def test_micro_ranks_agree_and_take_turns() -> None:
         ("paper_code", 1.2, 1.005),
         ("paper_code", 0.95, 1.00125),
         ("paper_code", 0.9, 0.995),
-        ("proportional", 1.44, 1.2),
+        ("proportional", 2.0, 2.0**0.25),
         ("proportional", 100.0, 1.5),
         ("proportional", 0.0, 1 / 1.5),
     ],

@@ -151,7 +151,7 @@ def changed(codec: str) -> bool:
     They are read, and what the steps after them give is recorded as it is now; but a run from the beginning comes to other
     numbers, and only the form of its state is compared.
     """
-    return codec.startswith("laplace") or (codec.startswith("micro") and "balance=False" not in codec)
+    return codec.startswith(("laplace", "micro"))
 
 
 def stored_state(folder: Path) -> dict[str, Any]:

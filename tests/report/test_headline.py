@@ -106,7 +106,7 @@ def pair(folder: Path) -> list[Run]:
                 at += seconds
                 path = "layout" if wired and number > 8 else "ddp"
                 lines.append(
-                    journal.Step(number, at, seconds, bytes=100_000 if path == "layout" else 1_000_000, path=path)
+                    journal.Step(number, at, seconds, path=path, link_bytes=100_000 if path == "layout" else 1_000_000)
                 )
                 lines.append(journal.Note(number, at, {"loss": 4.0 - number / 30}))
                 if wired and number == 8:

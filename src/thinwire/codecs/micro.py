@@ -25,10 +25,10 @@ BLOCKS = 1024
 BINS = 2048
 _SHIFT = 20  # 8 exponent and 3 mantissa bits: 8 bins an octave
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_HURRY_STEPS, _HURRY, _CALM, _LARGEST_MOVE = 50, 0.5, 0.1, 1.5
+_HURRY_STEPS, _HURRY, _CALM, _LARGEST_MOVE = 50, 0.25, 0.1, 1.5
 _LARGEST_WORD = 2**32 - 1
 _SAMPLE = 8192
-_HEADROOM = 1.1  # with balance, what messages have room for, relative to the average rank
+_HEADROOM = 1.05  # with balance, what messages have room for, relative to the average rank
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class MiCRO(Codec):
     all ranks. Indices are all-gathered, relative to the partition and Rice-coded; then the values of every rank at all of
     them are all-reduced. The first step is dense and yields the initial threshold.
 
-    controller  proportional: threshold *= (selected / target) ** 0.5 for 50 steps, then ** 0.1, at most a factor of 1.5
+    controller  proportional: threshold *= (selected / target) ** 0.25 for 50 steps, then ** 0.1, at most a factor of 1.5
                 per step;
                 fixed: the paper's dead band as described; paper_code: as in its code, 4 to 8 % below the target
     start_from  quantile: of the magnitudes of the first gradient on all ranks; formula: 1 / (2 sqrt(k)), as in the code
     threshold   global: one for all groups, as in the paper; layer: one per tensor, each controlled towards the density
     balance     move the borders of the partitions so that all ranks select equally (the aim of ExDyna), and agree on
-                messages with room for 1.1 times a rank's share, because gathered messages are padded to the longest.
+                messages with room for 1.05 times a rank's share, because gathered messages are padded to the longest.
                 A rank that selects more sends the largest that fit
     values      dtype of the sum: bf16 or fp16, whose rounding error stays in the residual, or fp32, as in the paper
     momentum    above 0: momentum correction and factor masking, see `SparseCodec`; the optimizer's momentum must be 0
