@@ -20,6 +20,7 @@ from typing import Protocol
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.world import TorchWorld
+from ..engine import fits
 from ..engine.strategy import Strategy
 from ..engine.warmup import compile_kernels
 from ..engine.watchdog import Watchdog
@@ -436,7 +437,9 @@ class AutoTuner:
         """See `DDPWire.explain`."""
         now = self.wire.strategy.full if self._hook.registered else "DDP alone, no hook"
         head = f"auto, quality {self.quality!r}, {self._world.size} ranks"
-        return "\n".join([head, *self.decisions.lines(), f"now: {now}"])
+        executor = self.wire.executor
+        found = fits.explained(executor.rank_states[0]) if executor is not None else []
+        return "\n".join([head, *self.decisions.lines(), *found, f"now: {now}"])
 
     def close(self) -> None:
         if self._profiling is not None:

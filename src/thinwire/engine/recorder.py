@@ -23,7 +23,7 @@ from ..comm.collectives import Scope
 from ..log import logger
 from ..planner.plan import Plan
 from ..version import __version__
-from . import journal
+from . import fits, journal
 from .layout import Layout
 from .rank_state import GroupExchange, RankState
 from .scheduler import WORK, Timing
@@ -188,6 +188,12 @@ class Recorder:
         if self._sinks:
             self._write(journal.Note(step, time.time(), {name: float(value) for name, value in values.items()}))
 
+    def fits(self, rank_state: RankState, *, fresh: bool) -> None:
+        """How magnitudes are distributed, where a codec took a look; in the last step if `fresh`."""
+        if self._sinks:
+            for line in fits.lines(rank_state, fresh=fresh):
+                self._write(line)
+
     def trace(self, steps: int) -> None:
         """Write down everything of the next steps."""
         self._trace_hooks.clear()
@@ -210,6 +216,8 @@ class Recorder:
             if line.skipped:
                 self.event(number, "skipped", "a gradient was not finite: the step is void on all ranks")
             self._summarise(line)
+        if rank_state is not None:
+            self.fits(rank_state, fresh=True)
         # Not the step that is just being written down while the training thread asks for the next ones.
         begun = done.arrivals[0][0] if done.arrivals else done.ended
         if self.tracing and before is not None and begun >= self._trace_from:
