@@ -216,7 +216,7 @@ class Recorder:
             if line.skipped:
                 self.event(number, "skipped", "a gradient was not finite: the step is void on all ranks")
             self._summarise(line)
-        if rank_state is not None:
+        if rank_state is not None and _was_looked_at(rank_state.groups):
             self.fits(rank_state, fresh=True)
         # Not the step that is just being written down while the training thread asks for the next ones.
         begun = done.arrivals[0][0] if done.arrivals else done.ended
@@ -242,8 +242,9 @@ class Recorder:
         groups: tuple[journal.GroupStep, ...] = ()
         density = target = norm = None
         size, skipped = done.bytes, False
-        link_bytes = traffic.all_reduce(done.bytes, self.world)
-        if rank_state is not None:
+        if rank_state is None:
+            link_bytes = traffic.all_reduce(done.bytes, self.world)
+        else:
             groups = tuple([_of_group(by_group.get(at), run) for at, run in enumerate(rank_state.groups)])
             size, skipped = sum([group.bytes for group in groups]), rank_state.last_void
             link_bytes = sum([_outside(run.way.traffic) for at, run in enumerate(rank_state.groups) if at in by_group])
@@ -351,6 +352,12 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, until))
         until = max(until, stop)
     return total
+
+
+def _was_looked_at(groups: Sequence[GroupExchange]) -> bool:
+    """Whether a codec took a look at magnitudes in the last step."""
+    states = [state for run in groups for state in run.way.states]
+    return bool([state for state in states if getattr(state, "fitted_at", -1) == state.step])
 
 
 def _outside(by_scope: Mapping[Scope, float]) -> float:
