@@ -253,6 +253,16 @@ def journal_lines() -> bytes:
         ),
         journal.Event(4, 1.5e9, "skipped", "not finite"),
         journal.Note(5, 1.5e9, {"loss": 2.5}),
+        journal.Fit(
+            6,
+            1.5e9,
+            "group 0",
+            0.1,
+            0.5,
+            (0.1, 0.2, 0.4),
+            (0.4, 0.6),
+            (journal.FittedModel("gauss", 0.1, (0.5, 0.5)),),
+        ),
         journal.Trace(6, 1.5e9, 0.02, spans, arrivals, "layout", 7.5),
     ]
     return b"".join(journal.encode(line) + b"\n" for line in lines)

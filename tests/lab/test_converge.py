@@ -112,6 +112,21 @@ def test_models_learn_and_rates_are_told_by_layer(data: Path, tmp_path: Path) ->
     assert updates["residual_norm"] > 0.0
 
 
+def test_fits_are_reported_over_training(data: Path, tmp_path: Path) -> None:
+    words = ["--data", data, "--results", tmp_path / "runs", "--seeds", 1, "--steps", 11, "--batch-size", 8]
+    outcome = _run(*words, "--fits", "--method", "laplace(density=0.01)", "--json", tmp_path / "out")
+    assert outcome.exit_code == 0, outcome.output
+    rows = json.loads((tmp_path / "out").read_text())["rows"]
+    assert [row["step"] for row in rows] == [1, 10]
+    for row in rows:
+        assert row["closest"] == min(("laplace", "gauss", "pareto"), key=lambda name: row[name])
+        assert 0.0 <= row["zeros"] < 1.0
+    assert not list((tmp_path / "runs").glob("*.json")), "a run is not complete with it"
+    outcome = _run(*words, "--fits", "--method", "topk(density=0.01)")
+    assert outcome.exit_code == 1
+    assert "takes no look at magnitudes" in outcome.output
+
+
 def test_it_stops_when_the_time_is_over_and_goes_on(data: Path, tmp_path: Path) -> None:
     words = ["--data", data, "--results", tmp_path, "--steps", 4, "--seeds", 1, "--method", "dense", "--batch-size", 8]
     first = _run(*words, "--limit-seconds", 0)
@@ -305,6 +320,7 @@ def test_a_run_that_diverges_says_so(data: Path, tmp_path: Path) -> None:
         (["--rate", "1gbit", "--target", "97"], "between 0 and 1"),
         (["--rate", "fast", "--target", "0.9"], "'fast' is not understood"),
         (["--rate", "1gbit", "--target", "0.9", "--method", "no-plan.json"], "no-plan.json"),
+        (["--fits", "--rate", "1gbit"], "--fits goes with neither --rate nor --plot"),
         (["--epochs", "1", "--steps", "3"], "either --epochs or --steps"),
         (["--lr", "-1"], "--lr must be above 0"),
         (["--workload", "shakespeare-gpt", "--method", "micro(momentum=0.9)"], "applies momentum instead of SGD"),

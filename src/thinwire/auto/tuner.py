@@ -13,6 +13,7 @@ from pathlib import Path
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.world import TorchWorld
+from ..engine import fits
 from ..engine.lifecycle import Phase
 from ..engine.watchdog import Watchdog
 from ..engine.wire import Wire
@@ -133,10 +134,11 @@ class AutoTuner:
 
     def explain(self) -> str:
         """See `DDPWire.explain`."""
-        job = self.job
+        job, executor = self.job, self.job.wire.executor
         now = job.wire.strategy.full if job.hook.registered else "DDP alone, no hook"
         head = f"auto, quality {job.quality!r}, {job.world.size} ranks"
-        return "\n".join([head, *job.decisions.lines(), str(job.pauses), f"now: {now}"])
+        found = fits.explained(executor.rank_states[0]) if executor is not None else []
+        return "\n".join([head, *job.decisions.lines(), str(job.pauses), *found, f"now: {now}"])
 
     def close(self) -> None:
         self._first.close()

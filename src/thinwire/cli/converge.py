@@ -62,6 +62,10 @@ def converge(
     ] = None,
     target: Annotated[float | None, typer.Option(help="With --rate: the value to reach, as 0.97.")] = None,
     nodes: Annotated[int, typer.Option(help="With --rate: emulated machines.", min=1)] = 2,
+    fits: Annotated[
+        bool,
+        typer.Option(help="Report how the magnitudes that laplace selects from are distributed, instead of accuracy."),
+    ] = False,
     json_file: JsonFile = None,
     plot: Annotated[
         Path | None,
@@ -96,6 +100,8 @@ def converge(
                 raise failure(f"{name} must be above 0, not {value}")
         recipe["steps"] = steps
         methods = tuple(split(method))
+        if fits and (rate is not None or plot is not None):
+            raise failure("--fits goes with neither --rate nor --plot")
         if rate is not None:
             if target is None:
                 raise failure("--rate measures the time to a --target, as in --target 0.97")
@@ -118,6 +124,13 @@ def converge(
         lines: list[dict[str, Any]] = []
         planned = [runs.specs(each) for each in options]
         with progress("steps", sum(spec.task.recipe.steps for each in planned for spec in each)) as watcher:
+            if fits:
+                from ..lab import converge_fits
+
+                rows = converge_fits.run([spec for each in planned for spec in each], watcher)
+                _show_fits(rows)
+                write(json_file, "bench converge", rows, {})
+                return
             for each, own in zip(options, planned, strict=True):
                 found = runs.run(each, watcher, own)
                 references = [runs.reference_of(each, spec) for spec in own]
@@ -170,6 +183,25 @@ def _timed(options: Options, json_file: Path | None) -> None:
     show(title, columns, cells, left=("method",), width=180)
     summary = {"rate": options.rate, "target": options.target, "nodes": options.nodes}
     write(json_file, "bench converge", rows, summary)
+
+
+def _show_fits(rows: list[dict[str, Any]]) -> None:
+    models = ("laplace", "gauss", "pareto")
+    names = ["workload", "method", "step", "group", "elements", "zeros", *models, "closest"]
+    cells = [
+        (
+            row["workload"],
+            row["method"],
+            str(row["step"]),
+            row["group"],
+            f"{row['elements']:,}",
+            f"{100 * row['zeros']:.1f} %",
+            *(f"{row[name]:.3f}" for name in models),
+            row["closest"],
+        )
+        for row in rows
+    ]
+    show("Wasserstein distance over the mean magnitude", names, cells, left=("workload", "method"), width=180)
 
 
 def _show(lines: list[dict[str, Any]]) -> None:

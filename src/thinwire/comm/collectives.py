@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import traffic
 from ..errors import ChainError
 
 Operation = Literal["gather", "sum", "average", "max", "all to all", "reduce", "collect", "broadcast", "idle"]
@@ -60,14 +59,14 @@ class Collective:
         return (self.tensor,) if self.beside is None else (self.beside, self.tensor)
 
     def traffic(self, ranks: int) -> float:
-        """Bytes that the busiest of `ranks` ranks sends or receives, whichever is more, as in the cost model."""
+        """Bytes that the busiest of `ranks` ranks sends or receives, whichever is more: see `thinwire.traffic`."""
         if self.operation == "gather" or self.operation == "collect":
-            return traffic.all_gather(self.bytes, ranks)
+            return float((ranks - 1) * self.bytes)
         if self.operation == "all to all":
             return (ranks - 1) * self.bytes / ranks
         if self.operation in ("reduce", "broadcast"):
             return float(self.bytes) if ranks > 1 else 0.0
-        return traffic.all_reduce(self.bytes, ranks)
+        return 2 * (ranks - 1) * self.bytes / ranks
 
 
 @dataclass(frozen=True, slots=True)

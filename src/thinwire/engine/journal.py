@@ -5,6 +5,7 @@
     step     what one exchange took and sent
     event    something that a reader should know: a skipped step, another codec, an error
     note     numbers of the user's own, such as the loss
+    fit      how the magnitudes of a group were distributed, where its codec took a look
     trace    when everything of one step happened, only where `wire.trace` asked for it
 
 Seconds everywhere; `time` is the wall clock. What is not known is null.
@@ -18,7 +19,7 @@ import msgspec
 
 from ..errors import JournalEmpty, JournalLine, JournalVersion
 from ..planner.plan import Plan
-from ..ranges import Amount, Count, Finite, Index, Rank, Real, Version, World
+from ..ranges import Amount, Count, Finite, Index, Rank, Real, Share, Version, World
 
 VERSION = 1
 
@@ -122,6 +123,32 @@ class Note(_Line, frozen=True):
     values: dict[str, Finite | None]
 
 
+class FittedModel(msgspec.Struct, frozen=True):
+    """`distance` is Wasserstein-1, as a share of the mean magnitude. `shares` are what the model expects in each bin."""
+
+    name: str
+    distance: Amount
+    shares: tuple[Share, ...]
+
+
+class Fit(_Line, frozen=True):
+    """The magnitudes of one group in one exchange, on this rank, before anything was selected.
+
+    zeros   their share of all elements; the rest is about the others
+    edges   of bins, one more than there are `shares`; the smallest magnitudes are left out
+    models  the closest first
+    """
+
+    step: Count
+    time: Real
+    group: str
+    zeros: Share
+    mean: Amount
+    edges: tuple[Amount, ...]
+    shares: tuple[Share, ...]
+    models: tuple[FittedModel, ...]
+
+
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Something that took from `start` to `end`, since the step began. Group -1 stands for none.
 
@@ -159,7 +186,7 @@ class Trace(_Line, frozen=True):
     clock: Real = 0.0
 
 
-Line: TypeAlias = Start | Layout | Step | Event | Note | Trace
+Line: TypeAlias = Start | Layout | Step | Event | Note | Trace | Fit
 
 encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Line).decode
@@ -174,6 +201,7 @@ class Journal(msgspec.Struct):
     by_step: dict[int, Step] = msgspec.field(default_factory=dict)
     events: list[Event] = msgspec.field(default_factory=list)
     notes: list[Note] = msgspec.field(default_factory=list)
+    fits: list[Fit] = msgspec.field(default_factory=list)
     traces: dict[int, Trace] = msgspec.field(default_factory=dict)
 
     @property
@@ -201,6 +229,8 @@ class Journal(msgspec.Struct):
                 self.events.append(line)
             case Note():
                 self.notes.append(line)
+            case Fit():
+                self.fits.append(line)
             case Trace():
                 self.traces[line.step] = line
 

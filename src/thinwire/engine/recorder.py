@@ -23,7 +23,7 @@ from ..comm.collectives import Scope
 from ..log import logger
 from ..planner.plan import Plan
 from ..version import __version__
-from . import journal
+from . import fits, journal
 from .layout import Layout
 from .rank_state import GroupExchange, RankState
 from .scheduler import WORK, Timing
@@ -192,6 +192,12 @@ class Recorder:
         if self._sinks:
             self._write(journal.Note(step, time.time(), {name: float(value) for name, value in values.items()}))
 
+    def fits(self, rank_state: RankState, *, fresh: bool) -> None:
+        """How magnitudes are distributed, where a codec took a look; in the last step if `fresh`."""
+        if self._sinks:
+            for line in fits.lines(rank_state, fresh=fresh):
+                self._write(line)
+
     def trace(self, steps: int) -> None:
         """Write down everything of the next steps."""
         self._trace_hooks.clear()
@@ -214,6 +220,8 @@ class Recorder:
             if line.skipped:
                 self.event(number, "skipped", "a gradient was not finite: the step is void on all ranks")
             self._summarise(line)
+        if rank_state is not None and _was_looked_at(rank_state.groups):
+            self.fits(rank_state, fresh=True)
         # Not the step that is just being written down while the training thread asks for the next ones.
         begun = done.arrivals[0][0] if done.arrivals else done.ended
         if self.tracing and before is not None and begun >= self._trace_from:
@@ -238,8 +246,9 @@ class Recorder:
         groups: tuple[journal.GroupStep, ...] = ()
         density = target = norm = None
         size, skipped = done.bytes, False
-        link_bytes = traffic.all_reduce(done.bytes, self.world)
-        if rank_state is not None:
+        if rank_state is None:
+            link_bytes = traffic.all_reduce(done.bytes, self.world)
+        else:
             groups = tuple([_of_group(by_group.get(at), run) for at, run in enumerate(rank_state.groups)])
             size, skipped = sum([group.bytes for group in groups]), rank_state.last_void
             link_bytes = sum([_outside(run.way.traffic) for at, run in enumerate(rank_state.groups) if at in by_group])
@@ -347,6 +356,12 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, until))
         until = max(until, stop)
     return total
+
+
+def _was_looked_at(groups: Sequence[GroupExchange]) -> bool:
+    """Whether a codec took a look at magnitudes in the last step."""
+    states = [state for run in groups for state in run.way.states]
+    return bool([state for state in states if getattr(state, "fitted_at", -1) == state.step])
 
 
 def _outside(by_scope: Mapping[Scope, float]) -> float:

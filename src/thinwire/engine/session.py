@@ -166,6 +166,7 @@ class Session:
     def record_layout(self) -> None:
         if self.executor is not None:
             self.recorder.layout(self.steps, self.strategy.full, self.executor.layout, self.strategy.plan)
+            self.recorder.fits(self.executor.rank_states[0], fresh=False)
 
     def change(self, codec: Codec | str | Plan, chain: str | None, *, keep: bool) -> None:
         """See `Wire.change`."""

@@ -13,7 +13,7 @@ from ..comm.world import TorchWorld, World
 from ..errors import AttachError, ExchangeError
 from ..log import logger
 from ..planner.plan import Plan
-from . import files
+from . import files, fits
 from .checkpoint import Checkpointer, Form
 from .ddp_module import skip_void_steps
 from .executor import Executor
@@ -132,10 +132,13 @@ class Wire:
             empty = {"bytes_per_step": 0.0, "link_bytes_per_step": 0.0, "groups": []}
             return {**stats, "steps": 0, "skipped": session.direct.skipped, **empty}
         rank_state = executor.rank_states[0]
+        numbers = executor.statistics.to_dict()
+        for group, run in zip(numbers["groups"], rank_state.groups, strict=True):
+            group |= fits.columns(run)
         return {
             **stats,
             "rank": rank_state.rank,
-            **executor.statistics.to_dict(),
+            **numbers,
             "skipped": executor.statistics.skipped + session.direct.skipped,
             "residual_norm": rank_state.residuals.norm(),
             "memory_bytes": rank_state.bytes,

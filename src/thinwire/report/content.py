@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ..engine.journal import GroupLine, Journal, Step, Trace
+from ..engine.journal import Fit, GroupLine, Journal, Step, Trace
 from ..engine.layout import SMALL_GROUP
 from ..planner.plan import Plan, PlanGroup
 from .headline import headlines
@@ -18,6 +18,7 @@ from .timeline import coverage, waits
 POINTS = 2000
 """Most points of a curve; longer runs are averaged over neighbouring steps."""
 TRACES = 20
+LOOKS = 20
 
 COLUMNS = (*SECONDS, "bytes", "link_bytes", "density", "target", "residual_norm")
 
@@ -64,6 +65,7 @@ def _run(run: Run) -> dict[str, Any]:
         "ranks": [_rank(one) for one in run.journals] if len(run.journals) > 1 else [],
         "plan": _plan(plan) if plan is not None else None,
         "predicted": _predicted(plan, groups) if plan is not None else [],
+        "fits": _fits(found),
         "traces": [_trace(found, trace) for trace in list(found.traces.values())[-TRACES:]],
     }
 
@@ -96,6 +98,29 @@ def _notes(found: Journal) -> dict[str, dict[str, list[float | None]]]:
 def _thin(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
     every = -(-len(columns["step"]) // POINTS) or 1
     return {name: values[::every] for name, values in columns.items()}
+
+
+def _fits(found: Journal) -> list[dict[str, Any]]:
+    """By group, in the order in which they were seen: how magnitudes were distributed in each exchange looked at."""
+    by_group: dict[str, dict[int, Fit]] = {}
+    for fit in found.fits:
+        by_group.setdefault(fit.group, {})[fit.step] = fit
+    return [
+        {
+            "group": group,
+            "looks": [
+                {
+                    "step": fit.step,
+                    "zeros": fit.zeros,
+                    "edges": list(fit.edges),
+                    "shares": list(fit.shares),
+                    "models": [[model.name, model.distance, list(model.shares)] for model in fit.models],
+                }
+                for fit in list(by_step.values())[-LOOKS:]
+            ],
+        }
+        for group, by_step in by_group.items()
+    ]
 
 
 def _rank(found: Journal) -> dict[str, Any]:

@@ -82,7 +82,7 @@
   function lines(title, note, xs, x, y, series, options = {}) {
     const values = series.flatMap((one) => one.values).filter(known);
     const smallest = values.reduce((a, b) => Math.min(a, b), Infinity), largest = values.reduce((a, b) => Math.max(a, b), 0);
-    const logarithmic = smallest > 0 && largest > 30 * smallest;
+    const logarithmic = !options.linear && smallest > 0 && largest > 30 * smallest;
     return place(title, note, options.height || 240, (into, width, height) => new uPlot({
       width, height,
       scales: { x: { time: false }, y: logarithmic && !options.stacked ? { distr: 3 } : { range: (u, low, high) => range(low, high) } },
@@ -97,6 +97,7 @@
         width: 1.6,
         dash: one.dash ? [5, 4] : undefined,
         spanGaps: true,
+        paths: one.paths,
         points: { show: Boolean(one.points) || xs.length < 3, size: 5 },
         value: (u, v, row, at) => {
           const found = nearest(one.values, at);
@@ -308,6 +309,7 @@
     if (run.plan) part.append(whichPlan(run.plan, s));
     if (run.groups.length) part.append(groupTable(run));
     if (run.traces.length || run.groups.length) part.append(gantt(run));
+    if (run.fits.length) part.append(magnitudes(run));
     const box = element("div", { class: "charts" });
     const binned = run.binned ? " Means over neighbouring steps." : "";
     if (some(c.compute)) {
@@ -372,6 +374,36 @@
         { title: "handed over", value: (g) => size(g.bytes) }, { title: "density", value: (g) => percent(g.density) },
         { title: "encode ms", value: beside("encode") }, { title: "wire ms", value: beside("wire") }, { title: "decode ms", value: beside("decode") },
       ], run.groups));
+  }
+
+  const MODELS = { laplace: ["Laplace", "orange"], gauss: ["Gauss", "violet"], pareto: ["generalised Pareto", "green"] };
+
+  // How the magnitudes of each group are distributed: the last look as a drawing, the distances of all looks in a table.
+  function magnitudes(run) {
+    const part = element("section", {}, element("h2", {}, "How magnitudes are distributed"),
+      element("p", { class: "note" }, "Of the gradient and what was not sent before, on this rank, without zeros. Only a cold start depends on it."));
+    const box = element("div", { class: "charts" });
+    for (const { group, looks } of run.fits.slice(0, 6)) box.append(histogram(group, looks[looks.length - 1]));
+    const rows = run.fits.flatMap(({ group, looks }) => looks.map((look) => ({ group, ...look })));
+    const of = (name) => (row) => { const model = row.models.find((one) => one[0] === name); return model ? plain(model[1], 3) : "-"; };
+    part.append(box, element("p", { class: "note" }, "Wasserstein distance to each model, as a share of the mean magnitude:"), table([
+      { title: "group", value: (r) => r.group, text: true }, { title: "exchange", value: (r) => r.step },
+      { title: "zeros", value: (r) => percent(r.zeros) },
+      ...Object.entries(MODELS).map(([name, [title]]) => ({ title, value: of(name) })),
+      { title: "closest", value: (r) => (r.models.length ? (MODELS[r.models[0][0]] || [r.models[0][0]])[0] : "-"), text: true }], rows));
+    return part;
+  }
+
+  function histogram(group, look) {
+    const step = { paths: uPlot.paths.stepped({ align: 1 }) };
+    const xs = look.edges.map((edge) => Math.log10(edge));
+    // Bins are not equally wide on this axis: per octave, so that areas are shares.
+    const closed = (shares) => [...shares.map((share, at) => share / Math.log2(look.edges[at + 1] / look.edges[at])), 0];
+    return lines(group, "Exchange " + look.step + ": share of magnitudes per octave, and what each model expects; the closest is drawn through.",
+      xs, "log10 of the magnitude", "", [
+        { label: "measured", values: closed(look.shares), colour: "blue", fill: true, ...step },
+        ...look.models.map(([name, , shares], at) => ({ label: (MODELS[name] || [name])[0], values: closed(shares),
+          colour: (MODELS[name] || ["", "grey"])[1], dash: at > 0, ...step }))], { format: percent, linear: true });
   }
 
   // -- several ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Watched:
             del self.journal.by_step[step]
         del self.journal.notes[: -4 * LAST], self.journal.events[: -4 * LAST]
         self.journal.traces.clear()
+        self.journal.fits.clear()
 
 
 def frame(run: Run, most: int) -> RenderableType:

@@ -183,10 +183,10 @@ def _keep(
 
 def _search_cold(x: Floats, k: int, window: tuple[int, int], total: float, largest: float, nonzero: int) -> Cut:
     """Start at the threshold of the model that fits best, in the bin of the histogram that the right one lies in."""
-    if nonzero <= k:
-        return Cut(0.0, 0, nonzero, 0)
     counts = laplace_fit.count(x)
     fitted = None if counts is None else laplace_fit.fit(counts)
+    if nonzero <= k:
+        return Cut(0.0, 0, nonzero, 1, fitted)
     if counts is None or fitted is None or fitted.nonzero <= k:  # hardly anything but zeros
         return search(x, k, window, 0.0, largest, total / nonzero * math.log(nonzero / k))
     reached = np.cumsum(counts[::-1])[::-1]  # reached[i]: magnitudes in bin i or higher
