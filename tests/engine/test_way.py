@@ -15,7 +15,7 @@ import thinwire
 from tests.models import train, wrapped
 from tests.ranks import run
 from thinwire.codecs import parse
-from thinwire.engine.warmup import rehearse
+from thinwire.engine.rehearsal import rehearse
 
 SOURCE = Path(thinwire.__file__).parent
 CODEC = "micro(density=0.05)"

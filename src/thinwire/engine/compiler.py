@@ -111,8 +111,8 @@ def rehearse(text: str) -> None:
 
         plan()
         return
+    from .rehearsal import rehearse as exchange
     from .strategy import Strategy
-    from .warmup import rehearse as exchange
 
     for assignment in Strategy.of(text).assignments:
         exchange(assignment.codec, assignment.chain)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
 from ..codecs import Codec
-from ..comm.world import LocalWorld
 from .compiler import announced
 from .consensus import agree
-from .executor import Executor
-from .layout import build, describe
+from .rehearsal import rehearse
 from .strategy import Strategy
 
 
@@ -44,18 +41,3 @@ def take_turns(group: dist.ProcessGroup | None, work: Callable[[], None], proble
 
 
 _rehearsed: set[str] = set()
-
-
-def rehearse(codec: Codec, chain: str = "") -> None:
-    """Run a few tiny steps in memory, a void one among them, so that every kernel of the codec is compiled."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"matrix": (50, 60), "kernel": (10, 8, 5, 5), "vector": (8,)}
-    tensors = [describe(name, torch.empty(shape)) for name, shape in shapes.items()]
-    ranks = 4 if chain else 2
-    layout = build([tensors], codec, chain=chain, min_elements=64)
-    executor = Executor(LocalWorld(ranks, ranks_per_node=2), layout)
-    for step in range(4):
-        buffers = [torch.randn(5008, generator=generator) for _ in range(ranks)]
-        if step == 2:
-            buffers[0][0] = float("nan")
-        executor.submit(tuple(shapes), buffers, lambda _: None)
