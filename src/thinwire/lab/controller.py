@@ -1,7 +1,7 @@
 """Accuracy of MiCRO's threshold controller on a real model: `python -m thinwire.lab.controller --data mnist.npz`.
 
 A small CNN is trained on MNIST by four ranks in one process. K is the number of elements selected by all ranks in a step, k
-the target, M the most that a rank sent, n the number of ranks. Without `--data`, images are generated patterns.
+the target, M the most that a rank selected, n the number of ranks. Without `--data`, images are generated patterns.
 """
 
 import argparse
@@ -70,13 +70,12 @@ def follow(text: str, images: Tensor, labels: Tensor, batch_size: int, ranks: in
             loss = nn.functional.cross_entropy(net(images[places]), labels[places])
             loss.backward()  # type: ignore[no-untyped-call]
             gradients.append({key: value.grad.clone() for key, value in parameters.items() if value.grad is not None})
-        room = [run.capacity.value if run.capacity else 0 for run in runs]
         exchange.reduce_(gradients)
         for key, value in parameters.items():
             value.grad = gradients[0][key]
         optimizer.step()
-        overflow = any(run.wanted > size for run, size in zip(runs, room, strict=True))
         states = [run.state for run in runs if isinstance(run.state, MicroState)]
+        overflow = any(state.count < state.wanted for state in states)
         sent = sum(state.count for state in states) / target
         seen.append((sent, max(state.imbalance for state in states), overflow, float(loss.detach())))
     exchange.close()
