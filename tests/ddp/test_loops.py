@@ -138,7 +138,8 @@ def test_a_rank_that_is_killed_while_travelling_dense() -> None:
         kind, text = ended[rank]
         assert kind == "error"
         first, then = text.split("\n====\n")
-        assert f"bucket 0, dense step 5, all-reduce (average), rank {rank}" in first, text
+        # Whichever fails first ends all of them.
+        assert re.search(rf"bucket \d, dense step 5, all-reduce \(average\), rank {rank}", first), text
         assert re.search(r"this wire is closed: bucket \d, dense step 5", then), text
 
 
