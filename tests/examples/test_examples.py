@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def test_ddp_example(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("auto, quality 'high', 2 ranks\nstep 0: watching DDP alone, without a hook")
-    assert "\nstep 8: a step takes " in done.stdout
+    assert re.search(r"\nstep \d+: a step takes ", done.stdout)
     assert "\nnow: " in done.stdout
 
 
@@ -81,7 +82,7 @@ def test_mnist_example(tmp_path: Path) -> None:
 
 
 def test_cifar_example(tmp_path: Path) -> None:
-    said = _run(tmp_path, 2, "cifar.py", "--epochs", "2")
+    said = _run(tmp_path, 2, "cifar.py", "--epochs", "3")  # before that the accuracy swings, dense too
     assert float(said.split("accuracy ")[-1].split(",")[0]) > 0.5
 
 

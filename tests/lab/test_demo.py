@@ -125,7 +125,7 @@ def test_the_journal_of_a_plain_run(tmp_path: Path) -> None:
     assert isinstance(run, Run)
     assert run.first.start.world == 4
     assert [step.time for step in run.first.steps] == [1000.5, 1000.9, 1001.4]
-    assert [step.bytes for step in run.first.steps] == [11, 11, 11]
+    assert [step.link_bytes for step in run.first.steps] == [11.0, 11.0, 11.0]
     assert [note.values["loss"] for note in run.first.notes] == [3.0, 2.0, 1.0]
     assert outcome.seconds == pytest.approx([0.5, 0.4, 0.5])
     assert json.loads((tmp_path / "plain.jsonl").read_text().splitlines()[0])["version"] == journal.VERSION
