@@ -8,21 +8,15 @@ whatever decides is the mean over all of them. Only the search for a plan runs b
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from torch.nn.parallel import DistributedDataParallel
-
-from ..comm.world import TorchWorld
 from ..engine import fits
 from ..engine.lifecycle import Phase
 from ..engine.watchdog import Watchdog
-from ..engine.wire import Wire
 from ..errors import ThinwireError
-from ..planner.plan import Plan, Quality
+from ..planner.plan import Plan
 from .candidates import ROUNDS
 from .decisions import Decisions
 from .first_plan import FirstPlan
-from .job import Hook, TunedJob, nothing
+from .job import TunedJob, nothing
 from .pauses import Pauses
 from .plan_cache import Found
 from .plan_in_use import PlanInUse
@@ -32,16 +26,8 @@ from .shared import from_rank_0
 class AutoTuner:
     """Decides by which codecs and chains a wire exchanges, and changes it between two steps."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        module: DistributedDataParallel,
-        world: TorchWorld,
-        hook: Hook,
-        quality: Quality,
-        plan_file: str | Path | None,
-    ) -> None:
-        self.job = TunedJob(wire, module, world, hook, quality, plan_file)
+    def __init__(self, job: TunedJob) -> None:
+        self.job = job
         self.in_use = PlanInUse(self.job, self._look_again)
         self._first = FirstPlan(self.job, self.in_use)
         self._paused = False

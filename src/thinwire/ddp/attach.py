@@ -126,9 +126,10 @@ def attach(
     session = Session(world, strategy, Job(tuple(tensors), exclude, min_elements), safety, scaler)
     wire = DDPWire(module, world, session, auto=auto)
     if auto:
-        from ..auto.tuner import AutoTuner  # the planner loads Numba
+        from ..auto.job import TunedJob  # the planner loads Numba
+        from ..auto.tuner import AutoTuner
 
-        wire.tuner = AutoTuner(wire, module, world, wire.hook, quality, plan_file)
+        wire.tuner = AutoTuner(TunedJob(wire, module, world, wire.hook, quality, plan_file))
         wire.hook.observer = wire.tuner.watchdog
         wire.tuner.begin()
     else:
