@@ -263,6 +263,12 @@ def test_a_journal_is_written_as_before(tmp_path: Path) -> None:
                 assert mine.get(key) == theirs.get(key), (key, mine)
             if mine["kind"] == "step":  # the plan has a group of `micro`, see `cases.changed`
                 assert mine["bytes"] == pytest.approx(theirs["bytes"], rel=0.1), mine
+                assert (mine.get("density") is None) == (theirs.get("density") is None), mine
+                if theirs.get("density") is not None:
+                    assert mine["density"] == pytest.approx(theirs["density"], rel=1.0), (mine, theirs)
+            else:
+                assert mine.get("bytes") == theirs.get("bytes"), mine
+                assert mine.get("density") == theirs.get("density"), mine
             if mine["kind"] == "layout":
                 assert mine["groups"] == theirs["groups"]
 
